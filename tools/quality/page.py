@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / "docs" / "quality"
 PAGE = ROOT / "docs" / "quality.md"
 METRICS = ("auc", "gauc", "ne")
+KEPT_METRICS = ("ne", "auc", "gauc", "calibration")  # of `tools.quality.variants`
+BASE = "two epochs"  # the arm that others are held against there
 BEFORE = {"interformer": "interformer", "interformer_before": "interformer, before", "din_before": "din, before",
           "din": "din, `table_std=0.01`"}  # fmt: skip
 
@@ -71,6 +73,16 @@ have RMSNorm on each row.
 - **One layer** is as good as two on MovieLens-1M and worse on the bundled ids.
 - Differences on the bundled ids are noisy: there test and validation order several settings differently.
 - **Not tried**: GDPA, Muon, WSD, smaller widths.
+"""
+
+
+VARIANTS = """\
+## Five logs, and what was tried against memorised ids
+
+`python -m tools.quality.variants`: the [generated logs](data.md#generated-logs), the bundled ratings as ids and
+histories (`ids`), and with features. Of two epochs each cell has the validation NE, AUC and GAUC; of other arms NE
+is in per cent of it, paired by seed. All are means over tasks. Batches are of 128 requests unless the arm is as it
+is. {about}
 """
 
 
@@ -244,6 +256,42 @@ def one_history() -> list[str]:
     return lines
 
 
+def compared(runs: list[dict[str, Any]]) -> list[str]:
+    """Markdown of the arms of `tools.quality.variants`, a column for each log."""
+
+    def mean(values: dict[str, float], metric: str) -> float:
+        return float(np.mean([value for name, value in values.items() if name.split("/")[1] == metric]))
+
+    groups = seeds(runs)
+    logs = list(dict.fromkeys(name.split("/")[0] for name in groups))
+    rows: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for name, of_seed in groups.items():
+        log, model, arm = name.split("/")
+        base = groups.get(f"{log}/{model}/{BASE}", {})
+        both = sorted(of_seed.keys() & base.keys())
+        changes = [100 * (mean(of_seed[s]["valid"], "ne") / mean(base[s]["valid"], "ne") - 1) for s in both]
+        spread = f" ± {half(np.array(changes)):.1f}" if len(changes) > 1 else ""
+        ne = [mean(each["valid"], "ne") for each in of_seed.values()]
+        first = f"{np.mean(ne):.4f}" if arm == BASE or not both else f"{np.mean(changes):+.1f}{spread} %"
+        others = (np.mean([mean(each["valid"], metric) for each in of_seed.values()]) for metric in ("auc", "gauc"))
+        rows[model, arm][log] = f"{first}, {', '.join(f'{value:.4f}' for value in others)}"
+    lines = [f"| model | arm | {' | '.join(logs)} |", "|" + "---|" * (2 + len(logs))]
+    models = list(dict.fromkeys(model for model, _ in rows))
+    for (model, arm), cells in sorted(rows.items(), key=lambda row: models.index(row[0][0])):
+        lines.append(f"| {model} | {arm} | {' | '.join(cells.get(log, '') for log in logs)} |")
+    return lines
+
+
+def variants() -> list[str]:
+    """What `tools.quality.variants` has stored, if anything."""
+    if not (STORED / "variants.json").exists():
+        return []
+    about, runs = stored("variants")
+    number = max(len(each) for each in seeds(runs).values())
+    text = VARIANTS.format(about=f"Up to {number} seeds, {about['device']}, commit {about['commit']}.")
+    return [wrapped(text), *compared(runs), ""]
+
+
 def page() -> str:
     screened, tried = stored("screening")
     about, runs = stored("defaults")
@@ -256,6 +304,7 @@ def page() -> str:
     lines = [
         INTRODUCTION,
         *sections(),
+        *variants(),
         wrapped(read),
         *one_history(),
         "",

@@ -4,8 +4,9 @@
 
 Logs are generated first where they are missing (`tools.datasets.business_logs`). Validation decides; the test split is
 in the results beside it. What no key of the configuration says is patched in here, by words of `tracking.tags`:
-`restart` begins the tables anew with each epoch, `eps=X` adds X to the root of Adagrad's sums, so that rows with few
-gradients move little, `tokens` and `units` give InterFormer's head the candidate's own tokens, and DIN's units.
+`restart` begins the tables anew with each epoch; `eps=X` adds X to the root of Adagrad's sums, so that rows with few
+gradients move little; `quiet=X` is the root mean square below which `modules.norms.row_norm` takes a row for unlearned;
+`tokens` and `units` give InterFormer's head the candidate's own tokens, and DIN's units.
 """
 
 from __future__ import annotations
@@ -21,19 +22,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from modules import norms
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
 from modules.embedding import Tokens
 from modules.mlp import TaskHeads
 from modules.models.baselines import ActivationUnit
 from modules.models.interformer.model import InterFormer
-from modules.norms import row_norm
 from tools.quality import run
-from tools.quality.page import STORED, half, seeds
+from tools.quality.page import BASE, KEPT_METRICS, STORED, compared
 from tools.quality.reachable import reachable
 from train.commands import baseline
 from train.config.schema import Config, EventsConfig
@@ -41,12 +41,10 @@ from train.config.schema import Config, EventsConfig
 GENERATED = ("shop", "video", "news")
 LOGS = {kind: (f"data={kind}_log",) for kind in GENERATED} | {
     "ids": ("data=movielens_ids",),
-    "features": ("data=movielens", "optimizer.lr=0.002"),
+    "features": ("data=movielens",),
 }
 TABLES = {"ids": ("userId", "movieId"), "features": ("user", "movie")}  # of users and items; of others user and item
-KEPT_METRICS = ("ne", "auc", "gauc", "calibration")
 KEPT = ("step", "best_step", "seconds", "valid", "test")
-BASE = "two epochs"
 
 
 def epochs(number: int, *overrides: str) -> tuple[str, ...]:
@@ -56,24 +54,31 @@ def epochs(number: int, *overrides: str) -> tuple[str, ...]:
 COMMON = {
     BASE: epochs(2),
     "one epoch": epochs(1),
-    "restart": epochs(2, "tracking.tags=[restart]"),
+    "dropout": epochs(2, "model.dropout=0.2"),
+    "lr 0.002, dropout": epochs(2, "optimizer.lr=0.002", "model.dropout=0.2"),
     "both dropouts": epochs(2, "model.dropout=0.2", "model.embedding_dropout=0.2"),
     "as it is": (),
     "eps 1e-4": epochs(2, "tracking.tags=['eps=1e-4']"),
     "eps 1e-3": epochs(2, "tracking.tags=['eps=1e-3']"),
     "ema 0.99": epochs(2, "optimizer.ema_decay=0.99"),
     "id dropout": epochs(2, "+data.id_dropout={USER: 0.1, ITEM: 0.1}"),
-    "embedding dropout": epochs(2, "model.embedding_dropout=0.2"),
+    "sparse_lr 0.005": epochs(2, "optimizer.sparse_lr=0.005"),
+    "sparse_lr 0.005, dropout": epochs(2, "optimizer.sparse_lr=0.005", "model.dropout=0.2"),
     "four epochs": epochs(4),
+    "restart": epochs(2, "tracking.tags=[restart]"),
     "restart, four epochs": epochs(4, "tracking.tags=[restart]"),
 }
 OF_INTERFORMER = COMMON | {
+    "quiet 0.5": epochs(2, "tracking.tags=['quiet=0.5']"),
+    "quiet 0.5, dropout": epochs(2, "tracking.tags=['quiet=0.5']", "model.dropout=0.2"),
+    "quiet 0.5, dropout, lr 0.002": epochs(2, "tracking.tags=['quiet=0.5']", "model.dropout=0.2", "optimizer.lr=0.002"),
+    "quiet 0.25": epochs(2, "tracking.tags=['quiet=0.25']"),
+    "quiet 0.5, four epochs": epochs(4, "tracking.tags=['quiet=0.5']"),
     "units": epochs(2, "tracking.tags=[units]"),
     "tokens": epochs(2, "tracking.tags=[tokens]"),
     "units, both dropouts": epochs(2, "tracking.tags=[units]", "model.dropout=0.2", "model.embedding_dropout=0.2"),
-    "dropout": epochs(2, "model.dropout=0.2"),
+    "embedding dropout": epochs(2, "model.embedding_dropout=0.2"),
     "min_count 3": epochs(2, "data.min_count=3"),
-    "sparse_lr 0.005": epochs(2, "optimizer.sparse_lr=0.005"),
     "sparse_lr 0.05": epochs(2, "optimizer.sparse_lr=0.05"),
     "table_std null": epochs(2, "model.table_std=null"),
     "one layer": epochs(2, "model.num_layers=1"),
@@ -118,7 +123,7 @@ class Extended(InterFormer):
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         rows = CandidateRows.of(batch)
-        more = [row_norm(tokens.candidate).flatten(1)] if "tokens" in self.words else []
+        more = [norms.row_norm(tokens.candidate).flatten(1)] if "tokens" in self.words else []
         for event, unit in zip(self.events, self.units, strict=True):
             more.append(unit(tokens.candidate, tokens.histories[event.name], rows))
         self.heads.more = torch.cat(more, dim=1)
@@ -135,7 +140,8 @@ def patched(config: Config) -> Iterator[type]:
     words = config.tracking.tags
     arch, optimizer = build.build_arch, sparse.apply_optimizer_in_backward
     head = tuple(word for word in words if word in ("tokens", "units"))
-    eps = next((float(word.removeprefix("eps=")) for word in words if word.startswith("eps=")), 0.0)
+    numbers = {key: float(value) for key, _, value in (word.partition("=") for word in words) if value}
+    eps, quiet = numbers.get("eps", 0.0), numbers.get("quiet", norms.QUIET)
 
     def make(chosen: Any, spec: FeatureSpec) -> nn.Module:
         return type("Extended", (Extended,), {"words": head})(spec, chosen) if head else arch(chosen, spec)
@@ -149,7 +155,11 @@ def patched(config: Config) -> Iterator[type]:
                 begin_anew(self.model.fused_optimizer, self.config.model.table_std)
             super()._train_epoch()
 
-    with patch.object(build, "build_arch", make), patch.object(sparse, "apply_optimizer_in_backward", give):
+    with (
+        patch.object(build, "build_arch", make),
+        patch.object(sparse, "apply_optimizer_in_backward", give),
+        patch.object(norms, "QUIET", quiet),
+    ):
         yield Restarting if "restart" in words else Trainer
 
 
@@ -205,27 +215,6 @@ def _overrides(log: str, model: str, arm: str) -> list[str]:
     return [*own, *(each.replace("USER", user).replace("ITEM", item) for each in ARMS[model][arm])]
 
 
-def mean(values: dict[str, float], metric: str) -> float:
-    """Over tasks."""
-    return float(np.mean([value for name, value in values.items() if name.split("/")[1] == metric]))
-
-
-def means(found: run.Results) -> dict[str, dict[str, str]]:
-    """By model, arm and log: validation NE in per cent of that of two epochs, seed by seed, and AUC and GAUC."""
-    table: dict[str, dict[str, str]] = {}
-    groups = seeds(list(found.values()))
-    for name, runs in groups.items():
-        log, model, arm = name.split("/")
-        base = groups.get(f"{log}/{model}/{BASE}", {})
-        both = sorted(runs.keys() & base.keys())
-        ratios = [100 * (mean(runs[s]["valid"], "ne") / mean(base[s]["valid"], "ne") - 1) for s in both]
-        auc, gauc = (float(np.mean([mean(each["valid"], m) for each in runs.values()])) for m in ("auc", "gauc"))
-        spread = f" ± {half(np.array(ratios)):.2f}" if len(ratios) > 1 else ""
-        change = f"{np.mean(ratios):+.2f}{spread} %, " if both else ""
-        table.setdefault(f"{model}, {arm}", {})[log] = f"{change}{auc:.4f}, {gauc:.4f}"
-    return table
-
-
 def dumped(found: run.Results) -> str:
     """A line a run."""
     about = {key: ", ".join(sorted({each[key][:40] for each in found.values()})) for key in ("device", "commit")}
@@ -263,7 +252,7 @@ def main(arguments: list[str]) -> int:
     planned = jobs(options.logs, options.models, options.arms, options.seeds, extra)
     whole = run.run(lambda _: planned, options.out, parallel=options.parallel, seconds=options.seconds)
     found = run.results(options.out)
-    print(json.dumps(means(found), indent=1))
+    print("\n".join(compared(list(found.values()))))
     if options.store:
         (STORED / "variants.json").write_text(dumped(found))
     return 0 if whole else 1

@@ -155,7 +155,7 @@ def _train(
     seed: int,
     chosen: list[int],
 ) -> Trees:
-    sets = []
+    sets: list[Any] = []
     names = [features.names[number] for number in chosen]
     for columns, labels, weights in (train, valid):
         known = ~np.isnan(labels[:, place]) & (weights[:, place] > 0)

@@ -20,6 +20,7 @@ from train.data import events
 from train.data.features.numeric import before_scaling, scaled
 from train.data.reader import RequestReader
 from train.data.source import PreparedSource
+from train.data.summary import summarise
 
 START, SPAN, ROWS = 1_700_000_000, 4 * 86400, 500
 STATISTICS = {
@@ -151,6 +152,7 @@ def test_numbers_are_those_of_a_plain_reading(tmp_path):
         *("user.count", "user.click_rate", "user.buy_rate", "country.distinct_item"),
         *("searches.count", "searches.recency", "searches.distinct_query"),
     }
+    assert "statistics of earlier rows, by item, user, user x genre, country (" in summarise(source)[0]
     for split in ("train", "test"):
         for row, numbers in list(dense_of(source, split).items())[::5]:
             expected = plain(table, searches, row)

@@ -13,7 +13,8 @@ from train.process.jobs import Job
 
 SEED = "runtime.seed"
 VALID = "best validation NE"
-IN_CSV = ("examples", "label_rate", "log_loss")  # metrics that are the same in all trials, or that NE implies
+# Metrics that are the same in all trials, or that NE implies.
+IN_CSV = ("examples", "label_rate", "log_loss", "ne_own_rate")
 
 
 @dataclass

@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from tests.modules.factories import random_batch, random_spec
 from tests.processes import run_ranks
+from train.loss import TaskLosses
 from train.metrics import MetricSet, Throughput, history_lengths, history_sums
+from train.metrics.tasks import TaskMetrics
 
 CPU = torch.device("cpu")
 RATES = {"click": 0.3, "like": 0.1}
@@ -52,6 +54,17 @@ def within_requests(first, end):
     return collection.compute()
 
 
+def real(first, end):
+    """Metrics of real labels of rows first:end."""
+    metrics = TaskMetrics(
+        TaskLosses({"watch": {"loss": "squared"}}, ("watch",)), {}, CPU, max_candidates=1, exact_auc=True
+    )
+    logits, labels, weights, group = (tensor[first:end] for tensor in rows())
+    if end > first:
+        metrics.update(logits[:, 1:], labels[:, :1] + group[:, None], weights[:, :1], group)
+    return metrics.compute()
+
+
 def work(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank, results = dist.get_rank(), {}
@@ -60,6 +73,8 @@ def work(folder: Path) -> None:
             results[exact_auc, split] = compute(shard(rank, split), exact_auc)
     for split in (75, 50):
         results["within", split] = within_requests(*[(0, split), (split, 75)][rank])
+    for split in (300, 211):
+        results["real", split] = real(*[(0, split), (split, 300)][rank])
     meter = Throughput(CPU)
     batch = random_batch(random_spec(num_events=1), candidates=[3, 1][: 2 - rank], lengths=[4, 2][: 2 - rank])
     meter.step(batch, history_sums(history_lengths(batch)))
@@ -95,6 +110,14 @@ def test_ranking_within_requests_is_that_of_one_process(by_rank, split):
     assert expected["click/ranked_requests"] > 20
     assert by_rank[0, "within", split] == by_rank[1, "within", split]
     assert by_rank[0, "within", split] == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("split", [300, 211], ids=["empty rank", "uneven"])
+def test_metrics_of_real_labels_are_those_of_one_process(by_rank, split):
+    expected = real(0, 300)
+    assert 0 < expected["watch/xauc"] < 1
+    assert by_rank[0, "real", split] == by_rank[1, "real", split]
+    assert by_rank[0, "real", split] == pytest.approx(expected, rel=1e-12)
 
 
 def test_throughput_counts_all_ranks(by_rank):

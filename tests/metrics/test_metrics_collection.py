@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from sklearn.metrics import log_loss, roc_auc_score
+from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from train.metrics import MetricSet
+from train.metrics import MetricSet, gauc_means, recalibrated_log_loss
+from train.metrics.collection import BUILT_IN
 
 CPU = torch.device("cpu")
 RATES = {"click": 0.3, "like": 0.1}
@@ -38,18 +39,34 @@ def test_values_equal_sklearn():
         seen = ~labels[:, column].isnan()
         y, z, w = (tensor[seen, column].double() for tensor in (labels, logits, weights))
         p, rate = z.sigmoid(), RATES[task]
-        loss = log_loss(y, p, sample_weight=w)
+        loss, own = log_loss(y, p, sample_weight=w), ((w * y).sum() / w.sum()).item()
+        whole = logits[:, column], labels[:, column], weights[:, column]
         expected = {
             "log_loss": loss,
             "ne": loss / -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate)),
+            "ne_own_rate": loss / -(own * math.log(own) + (1 - own) * math.log(1 - own)),
             "auc": roc_auc_score(y, z, sample_weight=w),
+            "auprc": average_precision_score(y, z, sample_weight=w),
+            "gauc_unweighted": gauc_means(*whole, group)[1].item(),
             "calibration": ((w * p).sum() / (w * y).sum()).item(),
-            "label_rate": ((w * y).sum() / w.sum()).item(),
+            "label_rate": own,
             "examples": int(seen.sum()),
         }
         for name, value in expected.items():
             # float64 sums of a few hundred terms in another order
             assert values[f"{task}/{name}"] == pytest.approx(value, abs=1e-12), name
+        recalibrated = recalibrated_log_loss(*whole).item() / loss
+        assert values[f"{task}/ne_recalibrated"] == pytest.approx(recalibrated * values[f"{task}/ne"])
+
+
+def test_no_metric_of_one_s_own_can_have_a_built_in_name():
+    *row, group = rows()
+    found = set()
+    for exact_auc in (True, False):
+        collection = MetricSet(list(RATES), RATES, CPU, exact_auc=exact_auc, top_k=[1])
+        collection.update(*row, group, torch.tensor([0, len(group)]))
+        found |= {name.partition("/")[2] for name in collection.compute()}
+    assert {name for name in found if name.isidentifier()} == set(BUILT_IN)
 
 
 def test_batches_add_up_to_the_whole():
@@ -112,7 +129,8 @@ def test_a_nan_logit_shows_where_its_label_was_observed_and_nowhere_else(exact_a
     before = metrics((logits, labels, weights, group), exact_auc=exact_auc)
     logits[:2] = math.nan
     after = metrics((logits, labels, weights, group), exact_auc=exact_auc)
-    ranking = ("auc", "gauc") if exact_auc else ("auc",)
+    exact = ("gauc", "gauc_unweighted", "auprc", "ne_recalibrated")
+    ranking = ("auc", *exact) if exact_auc else ("auc",)
     assert all(math.isnan(after[f"click/{name}"]) for name in ("log_loss", "ne", "calibration", *ranking))
     assert {k: v for k, v in after.items() if k.startswith("like")} == {
         k: v for k, v in before.items() if k.startswith("like")

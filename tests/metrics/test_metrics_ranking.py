@@ -1,4 +1,4 @@
-"""AUC, GAUC and log loss against scikit-learn and against the sum over all pairs."""
+"""AUC, GAUC, AUPRC, XAUC and log loss against scikit-learn and against the sum over all pairs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.optimize import minimize_scalar
+from sklearn.metrics import average_precision_score, roc_auc_score
 from sklearn.metrics import log_loss as sklearn_log_loss
-from sklearn.metrics import roc_auc_score
 
 from train.metrics import (
     ScoreHistogram,
     auc,
+    auprc,
     binary_entropy,
     calibration_curve,
     gauc,
+    gauc_means,
     log_loss,
     normalized_entropy,
+    recalibrated_log_loss,
     score_histogram,
     segment_auc,
     streaming_auc,
     streaming_auc_bound,
+    xauc,
 )
 
 # Sums of about 1e3 float64 terms in another order than scikit-learn's.
@@ -54,14 +59,107 @@ def test_auc_equals_sklearn(ties, weighted):
 def test_gauc_equals_sklearn_by_user(ties, weighted):
     scores, labels, weights, group = random_rows(1, 300, ties=ties, weighted=weighted, groups=60)
     total = weight_sum = 0.0
+    each = []
     for user in group.unique():
         of_user = group == user
         if labels[of_user].unique().numel() == 2:
             weight = weights[of_user].double().sum().item()
             user_auc = roc_auc_score(labels[of_user], scores[of_user], sample_weight=weights[of_user].double())
             total, weight_sum = total + weight * user_auc, weight_sum + weight
+            each.append(user_auc)
     assert 0 < weight_sum < weights.sum()  # some users have one class only
     assert gauc(scores, labels, weights, group).item() == pytest.approx(total / weight_sum, abs=EXACT)
+    means = gauc_means(scores, labels, weights, group).tolist()
+    assert means == pytest.approx([total / weight_sum, np.mean(each)], abs=EXACT)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_auprc_equals_sklearn(ties, weighted):
+    scores, labels, weights, _ = random_rows(2, 1000, ties=ties, weighted=weighted)
+    weights[::7] = 0
+    weights[scores == scores.max()] = 0  # at the top, where precision is 0 / 0
+    expected = average_precision_score(labels, scores, sample_weight=weights.double())
+    assert auprc(scores, labels, weights).item() == pytest.approx(expected, abs=EXACT)
+
+
+def test_auprc_of_one_class():
+    scores = torch.tensor([0.1, 0.2])
+    assert auprc(scores, torch.ones(2), torch.ones(2)) == 1
+    assert auprc(scores, torch.zeros(2), torch.ones(2)).isnan()
+    assert auprc(scores, torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])).isnan()
+
+
+real_rows = st.lists(
+    st.tuples(
+        st.integers(0, 3),
+        st.sampled_from([0.0, 0.5, 7.0, 30.0, 31.0, 90.0, -4.0, math.nan]),
+        st.sampled_from([0.0, 1.0, 2.5]),
+    ),
+    max_size=20,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(real_rows)
+def test_xauc_equals_the_sum_over_pairs(rows):
+    scores, labels, weights = (torch.tensor([row[i] for row in rows], dtype=torch.float64) for i in range(3))
+    right = pairs = 0.0
+    for score, label, weight in rows:
+        for other_score, other_label, other_weight in rows:
+            if label > other_label:
+                pairs += weight * other_weight
+                right += weight * other_weight * ((score > other_score) + 0.5 * (score == other_score))
+    expected = right / pairs if pairs else math.nan
+    assert xauc(scores, labels, weights).item() == pytest.approx(expected, abs=EXACT, nan_ok=True)
+
+
+def test_xauc_of_two_labels_is_auc_and_a_nan_score_shows():
+    scores, labels, weights, _ = random_rows(3, 500, ties=True, weighted=True)
+    assert xauc(scores, labels * 60, weights).item() == pytest.approx(auc(scores, labels, weights).item(), abs=EXACT)
+    scores[0] = math.nan
+    assert xauc(scores, labels, weights).isnan()
+    labels[0] = math.nan
+    assert not xauc(scores, labels, weights).isnan()
+
+
+@pytest.mark.parametrize("shift", [0.0, -3.0, 200.0])
+def test_recalibrated_log_loss_is_that_of_the_best_constant(shift):
+    scores, labels, weights, _ = random_rows(4, 400, ties=True, weighted=True)
+    labels[::9], weights[::8] = math.nan, 0
+    seen = ~labels.isnan()
+    y, z, w = labels[seen], scores[seen].double(), weights[seen].double()
+
+    def loss(constant: float) -> float:
+        return ((w * log_loss(z + constant, y)).sum() / w.sum()).item()
+
+    best = minimize_scalar(loss, bounds=(-5, 5), options={"xatol": 1e-9})
+    scores[0] = math.nan  # its label was not observed
+    # float32 logits around 200 are rounded by 2^-17; half of that enters the loss, averaged.
+    tolerance = 1e-10 if shift < 100 else 2**-17
+    assert recalibrated_log_loss(scores + shift, labels, weights).item() == pytest.approx(best.fun, abs=tolerance)
+
+
+def test_negatives_that_were_sampled_need_no_rate_for_the_recalibrated_loss():
+    # He et al.: trained on a tenth of the negatives, p becomes p / (p + (1 - p) / w), w = 0.1.
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(50_000, generator=generator, dtype=torch.float64) * 0.3
+    labels = (torch.rand(50_000, generator=generator) < p).float()
+    sampled, ones = p / (p + (1 - p) * 0.1), torch.ones(50_000)
+    expected = log_loss((sampled / (sampled + (1 - sampled) / 0.1)).logit(), labels).mean()
+    found = recalibrated_log_loss(sampled.logit(), labels, ones)
+    # Correct probabilities: the best constant is within sampling noise of theirs, and the loss is flat there.
+    assert expected - 1e-4 < found <= expected
+    assert log_loss(sampled.logit(), labels).mean() > 1.5 * expected
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels"),
+    [([], []), ([0.3, 0.1], [1.0, 1.0]), ([0.3], [0.0]), ([0.3, math.nan], [1.0, 0.0]), ([0.3, 1.0], [1.0, math.nan])],
+)
+def test_recalibrated_log_loss_without_meaning_is_nan(logits, labels):
+    labels = torch.tensor(labels)
+    assert recalibrated_log_loss(torch.tensor(logits), labels, torch.ones_like(labels)).isnan()
 
 
 rows = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0.0, 1.0, math.nan]), st.integers(0, 3)), max_size=25)
@@ -97,7 +195,7 @@ def test_ranking_without_meaning_is_nan(scores, labels):
     scores, labels = torch.tensor(scores), torch.tensor(labels)
     weights, group = torch.ones_like(labels), torch.zeros(len(labels), dtype=torch.int64)
     assert auc(scores, labels, weights).isnan()
-    assert gauc(scores, labels, weights, group).isnan()
+    assert gauc_means(scores, labels, weights, group).isnan().all()
 
 
 def test_equal_scores_have_auc_one_half():

@@ -39,11 +39,17 @@ def means(scores: Tensor, labels: Tensor, weights: Tensor, offsets: Tensor, top_
     }
 
 
-def of_order(labels: list[float], k: int) -> tuple[float, float, float]:
-    """(reciprocal rank, NDCG@k, recall@k) of labels in the order in which they are shown."""
+def of_order(labels: list[float], k: int) -> tuple[float, float, float, float]:
+    """(1 / rank of the first positive, mean over all, NDCG@k, recall@k) of labels in the order that is shown."""
     gains = [label / math.log2(2 + rank) for rank, label in enumerate(labels)]
     best = [1 / math.log2(2 + rank) for rank in range(int(sum(labels)))]
-    return 1 / (1 + labels.index(1)), sum(gains[:k]) / sum(best[:k]), sum(labels[:k]) / sum(labels)
+    inverse = [label / (1 + rank) for rank, label in enumerate(labels)]
+    return (
+        1 / (1 + labels.index(1)),
+        sum(inverse) / sum(labels),
+        sum(gains[:k]) / sum(best[:k]),
+        sum(labels[:k]) / sum(labels),
+    )
 
 
 one_request = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.0, 1.0])), min_size=2, max_size=6)
@@ -60,7 +66,9 @@ def test_values_are_the_mean_over_all_orders_of_ties(rows, k):
     orders = [order for order in permutations(rows) if all(a[0] >= b[0] for a, b in pairwise(order))]
     shown = [of_order([label for _, label in order], k) for order in orders]
     expected = [mean(values) for values in zip(*shown, strict=True)]
-    assert [values["mrr"], values[f"ndcg@{k}"], values[f"recall@{k}"]] == pytest.approx(expected, abs=1e-12)
+    assert [values["mrr"], values["mrr_all"], values[f"ndcg@{k}"], values[f"recall@{k}"]] == pytest.approx(
+        expected, abs=1e-12
+    )
 
 
 def test_ndcg_equals_sklearn_by_request():
@@ -86,7 +94,7 @@ def test_ndcg_equals_sklearn_by_request():
 def test_a_perfect_order_is_one_and_the_reverse_counts_from_below():
     labels, offsets = torch.tensor([0.0, 1, 1, 0, 0, 1]), torch.tensor([0, 4, 6])
     perfect = means(labels, labels, torch.ones(6), offsets)
-    assert perfect == {"requests": 2, "weight": 2, "mrr": 1} | {f"ndcg@{k}": 1 for k in TOP_K} | {
+    assert perfect == {"requests": 2, "weight": 2, "mrr": 1, "mrr_all": 0.875} | {f"ndcg@{k}": 1 for k in TOP_K} | {
         "recall@1": 0.75, "recall@3": 1, "recall@10": 1,
     }  # fmt: skip
     reverse = means(-labels, labels, torch.ones(6), offsets)

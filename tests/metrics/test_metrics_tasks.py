@@ -47,6 +47,10 @@ def test_every_kind_of_task_has_its_own_metrics() -> None:
     assert values["rating/mae"] == pytest.approx(np.average(np.abs(error), weights=weight), rel=1e-5)
     assert values["rating/nmse"] == pytest.approx(mse / variance, rel=1e-4)
     assert values["rating/examples"] == 11
+    rows = list(zip(logits[seen, 1], label, weight, strict=True))
+    pairs = [(a[2] * b[2], (a[0] > b[0]) + 0.5 * (a[0] == b[0])) for a in rows for b in rows if a[1] > b[1]]
+    share = sum(each * right for each, right in pairs) / sum(each for each, _ in pairs)
+    assert values["rating/xauc"] == pytest.approx(share, rel=1e-5)
     seen = ~np.isnan(labels[:, 2])
     of_classes, classes, weight = logits[seen, 2:5].astype(np.float64), labels[seen, 2].astype(int), weights[seen, 2]
     log_shares = of_classes - np.log(np.exp(of_classes).sum(1, keepdims=True))
@@ -68,7 +72,10 @@ def test_every_kind_of_task_has_its_own_metrics() -> None:
     assert values["order/pair_accuracy"] == pytest.approx(right / total, rel=1e-5)
     assert metrics.best == {"rating": ("nmse", False), "genre": ("ne", False), "order": ("pair_accuracy", True)}
     metrics.reset()
-    assert all(math.isnan(metrics.compute()[name]) for name in ("rating/rmse", "genre/ne", "order/pair_accuracy"))
+    assert all(
+        math.isnan(metrics.compute()[name])
+        for name in ("rating/rmse", "rating/xauc", "genre/ne", "order/pair_accuracy")
+    )
 
 
 def test_labels_that_are_all_equal_have_no_nmse() -> None:

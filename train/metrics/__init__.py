@@ -1,12 +1,12 @@
 """Metrics of our own: accumulated on the device without host syncs, global over ranks, per task."""
 
-from train.metrics.auc import auc, segment_auc, streaming_auc, streaming_auc_bound
+from train.metrics.auc import auc, auprc, segment_auc, streaming_auc, streaming_auc_bound, xauc
 from train.metrics.bootstrap import Interval, metric_intervals, paired_gaps
 from train.metrics.calibration import CalibrationCurve, calibration_curve
 from train.metrics.collection import MetricSet
-from train.metrics.gauc import gauc
+from train.metrics.gauc import gauc, gauc_means
 from train.metrics.histogram import ScoreHistogram, score_histogram
-from train.metrics.ne import binary_entropy, log_loss, normalized_entropy
+from train.metrics.ne import binary_entropy, log_loss, normalized_entropy, recalibrated_log_loss
 from train.metrics.ranking import ranking_names, ranking_sums
 from train.metrics.throughput import Throughput, history_lengths, history_sums, peak_flops
 
@@ -17,9 +17,11 @@ __all__ = [
     "ScoreHistogram",
     "Throughput",
     "auc",
+    "auprc",
     "binary_entropy",
     "calibration_curve",
     "gauc",
+    "gauc_means",
     "history_lengths",
     "history_sums",
     "log_loss",
@@ -29,8 +31,10 @@ __all__ = [
     "peak_flops",
     "ranking_names",
     "ranking_sums",
+    "recalibrated_log_loss",
     "score_histogram",
     "segment_auc",
     "streaming_auc",
     "streaming_auc_bound",
+    "xauc",
 ]

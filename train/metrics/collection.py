@@ -9,17 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modules.core.import_object import import_object
-from train.metrics.auc import auc, streaming_auc, streaming_auc_bound
-from train.metrics.gauc import gauc
+from train.metrics.auc import auc, auprc, streaming_auc, streaming_auc_bound
+from train.metrics.gauc import gauc_means
 from train.metrics.histogram import NUM_BINS, ScoreHistogram, bin_index, class_weights
-from train.metrics.ne import log_loss, normalized_entropy
+from train.metrics.ne import log_loss, normalized_entropy, recalibrated_log_loss
 from train.metrics.ranking import ranking_names, ranking_sums
 
 OwnMetric = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | float]
 """Of logits, labels (0 or 1), weights and groups [N] of the rows of all ranks whose label was observed: one number."""
 BUILT_IN = (
-    "log_loss", "ne", "auc", "gauc", "auc_error_bound", "calibration", "label_rate", "examples", "mrr",
-    "ranked_requests",
+    "log_loss", "ne", "ne_own_rate", "ne_recalibrated", "auc", "auprc", "gauc", "gauc_unweighted", "auc_error_bound",
+    "calibration", "label_rate", "examples", "mrr", "mrr_all", "ranked_requests",
 )  # fmt: skip
 
 
@@ -120,10 +120,11 @@ class MetricSet:
     def compute(self) -> dict[str, float]:
         """Metrics since the last reset, under `task/name`.
 
-        log_loss (nats, weighted mean), ne, auc, gauc and those of `own` (only if exact) or auc_error_bound (only if
-        not), calibration (sum of predictions over sum of labels), label_rate, examples (rows with an observed label);
-        with `top_k` also those of `ranking_names`, and ranked_requests, which those are averaged over. A metric without
-        meaning is NaN: of no row, AUC of one class, calibration without positives, NE with a base rate of 0 or 1.
+        log_loss (nats, weighted mean), ne, ne_own_rate (by the label rate of these rows), auc, calibration (sum of
+        predictions over sum of labels), label_rate, examples (rows with an observed label). Only if exact: auprc, gauc,
+        gauc_unweighted, ne_recalibrated and those of `own`; only if not: auc_error_bound. With `top_k` also those of
+        `ranking_names`, and ranked_requests, which those are averaged over. A metric without meaning is NaN: of no row,
+        AUC of one class, calibration without positives, NE with a base rate of 0 or 1.
         """
         sums, histogram = self._views(self._reduced())
         ranking = self._exact_ranking() if self.exact_auc else _streaming_ranking(histogram)
@@ -144,7 +145,11 @@ class MetricSet:
         result: dict[str, float] = {}
         for task, row in zip(self.tasks, torch.stack(list(columns.values()), dim=1).tolist(), strict=True):
             values = dict(zip(columns, row, strict=True))
-            values = {"ne": normalized_entropy(values["log_loss"], self.base_rates[task]), **values}
+            mean, rate = values["log_loss"], self.base_rates[task]
+            own = normalized_entropy(mean, values["label_rate"])
+            values = {"ne": normalized_entropy(mean, rate), "ne_own_rate": own, **values}
+            if self.exact_auc:
+                values["ne_recalibrated"] = normalized_entropy(values["ne_recalibrated"], rate)
             result |= {f"{task}/{name}": value for name, value in values.items()}
         return result
 
@@ -172,12 +177,13 @@ class MetricSet:
         group = torch.cat([torch.empty(0, dtype=torch.int64, device=self.device), *self._groups])
         if dist.is_initialized():
             values, group = gather_rows(values), gather_rows(group)
-        rows = list(zip(*(column.unbind(dim=1) for column in values.chunk(3, dim=1)), strict=True))
-        return {
-            "auc": torch.stack([auc(scores, labels, weights) for scores, labels, weights in rows]),
-            "gauc": torch.stack([gauc(scores, labels, weights, group) for scores, labels, weights in rows]),
-            **{name: torch.stack([self._own(name, row, group) for row in rows]) for name in self.own},
-        }
+        of_tasks = []
+        for row in zip(*(column.unbind(dim=1) for column in values.chunk(3, dim=1)), strict=True):
+            by_impressions, unweighted = gauc_means(*row, group)
+            found = {"auc": auc(*row), "auprc": auprc(*row), "gauc": by_impressions, "gauc_unweighted": unweighted}
+            found["ne_recalibrated"] = recalibrated_log_loss(*row)  # `compute` divides by the entropy
+            of_tasks.append(found | {name: self._own(name, row, group) for name in self.own})
+        return {name: torch.stack([found[name] for found in of_tasks]) for name in of_tasks[0]}
 
     def _own(self, name: str, row: tuple[Tensor, Tensor, Tensor], group: Tensor) -> Tensor:
         observed = ~row[1].isnan()

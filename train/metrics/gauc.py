@@ -17,7 +17,12 @@ def gauc(scores: Tensor, labels: Tensor, weights: Tensor, group: Tensor) -> Tens
 
     NaN when no group has both classes, and when an observed row's score is NaN. Syncs with the host.
     """
+    return gauc_means(scores, labels, weights, group)[0]
+
+
+def gauc_means(scores: Tensor, labels: Tensor, weights: Tensor, group: Tensor) -> Tensor:
+    """[2]: GAUC, and the mean of the same groups' AUC in which each counts once; arguments and NaN as in `gauc`."""
     value, weight = segment_auc(scores, labels, weights, group)
-    invalid = torch.where(labels.isnan(), 0.0, scores).isnan().any()
-    weight = torch.where(value.isnan(), 0.0, weight)
-    return torch.where(invalid, torch.nan, (value.nan_to_num() * weight).sum() / weight.sum())
+    ranked = ~value.isnan()  # a NaN score leaves no group
+    weights_of_group = torch.stack([weight * ranked, ranked.double()])
+    return (value.nan_to_num() * weights_of_group).sum(1) / weights_of_group.sum(1)

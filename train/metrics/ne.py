@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor, nn
+
+SHIFT_STEPS = 40  # of a bisection; what is left of its range changes the loss by less than float64 rounds
 
 
 def log_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -33,3 +36,27 @@ def normalized_entropy(mean_log_loss: float, base_rate: float) -> float:
     """
     entropy = binary_entropy(base_rate)
     return mean_log_loss / entropy if entropy > 0 else math.nan
+
+
+def recalibrated_log_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """Weighted mean log loss, 0-d float64, after the constant added to [N] logits for which it is smallest.
+
+    With that constant, predictions sum to the labels. It corrects negatives that were sampled at any rate w, since
+    p / (p + (1 - p) / w) adds ln w to the logit (He et al. 2014). Labels in {0, 1, NaN = not observed}, weights >= 0.
+    NaN when fewer than two classes carry weight, and when an observed row's logit is NaN. Does not sync with the host.
+    """
+    if logits.numel() == 0:
+        return torch.full((), torch.nan, dtype=torch.float64, device=logits.device)
+    seen = ~labels.isnan() & (weights > 0)
+    weight, label = torch.where(seen, weights, 0).double(), torch.where(seen, labels, 0).double()
+    logit = torch.where(labels.isnan(), 0, logits).double()
+    rate = (weight * label).sum() / weight.sum()
+    finite = logit.clamp(-1e3, 1e3)  # infinite ones stay where they are whatever is added
+    low, high = rate.logit() - finite.max(), rate.logit() - finite.min()
+    for _ in range(SHIFT_STEPS):
+        middle = (low + high) / 2
+        above = (weight * (torch.sigmoid(finite + middle) - label)).sum() > 0
+        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+    loss = torch.where(seen, log_loss(logit + (low + high) / 2, label), 0)
+    value = (weight * loss).sum() / weight.sum()
+    return torch.where((rate > 0) & (rate < 1), value, torch.nan)

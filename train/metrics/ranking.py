@@ -4,7 +4,7 @@ With binary labels, over the observed candidates of a request, ranked from 1 on 
 
 - NDCG@k is the sum of 1 / log2(1 + rank) over the positives among the first k, over the largest such sum;
 - recall@k is the share of the positives that are among the first k;
-- the reciprocal rank is 1 / the rank of the first positive.
+- the reciprocal rank is 1 / the rank of the first positive; `mrr_all` is the mean of 1 / rank over all positives.
 
 Candidates of equal score have no order: each value is its expectation over all orders of them, so no order of rows
 changes it. Each is averaged over the requests that have positives and negatives; in others every order is as good. No
@@ -23,7 +23,7 @@ from train.metrics.auc import differs_from_previous
 
 def ranking_names(top_k: Sequence[int]) -> list[str]:
     """The metrics that `ranking_sums` sums."""
-    return ["mrr", *(f"ndcg@{k}" for k in top_k), *(f"recall@{k}" for k in top_k)]
+    return ["mrr", "mrr_all", *(f"ndcg@{k}" for k in top_k), *(f"recall@{k}" for k in top_k)]
 
 
 def ranking_sums(
@@ -71,7 +71,7 @@ def ranking_sums(
     def at(k: int, values: Tensor) -> Tensor:
         return by_segment(torch.where(rank < k, values, 0))
 
-    values = [by_segment(chance / (rank + 1))]
+    values = [by_segment(chance / (rank + 1)), by_segment(expected / (rank + 1)) / positives]
     values += [at(k, expected * discount) / at(k, ideal) for k in top_k]
     values += [at(k, expected) / positives for k in top_k]
 

@@ -50,7 +50,7 @@ class TaskMetrics:
         self._sums: dict[str, TaskSums] = {}
         for task, loss in losses.by_task.items():
             if isinstance(loss, TaskLoss) and loss.metrics != "binary":
-                self._sums[task] = _sums(loss, device, self.top_k)
+                self._sums[task] = _sums(loss, device, self.top_k, exact_auc)
         self._all_binary = len(self._binary) == len(kinds)
 
     @property
@@ -72,7 +72,7 @@ class TaskMetrics:
         if self.set is not None:
             self.set.reset()
         for sums in self._sums.values():
-            sums.sums.zero_()
+            sums.reset()
 
     @torch.no_grad()
     def update(
@@ -104,7 +104,8 @@ class TaskMetrics:
             total = sums.sums.clone()
             if dist.is_initialized():
                 dist.all_reduce(total)
-            values |= {f"{task}/{name}": value for name, value in sums.values(total.cpu()).items()}
+            found = sums.values(total.cpu()) | sums.of_rows()
+            values |= {f"{task}/{name}": value for name, value in found.items()}
         return values
 
     def histograms(self) -> dict[str, ScoreHistogram]:
@@ -112,16 +113,16 @@ class TaskMetrics:
         return self.set.histograms() if self.set is not None else {}
 
 
-SUMS: dict[str, Callable[[TaskLoss, torch.device, Sequence[int]], TaskSums]] = {
-    "real": lambda loss, device, top_k: RealSums(loss, device),
-    "classes": lambda loss, device, top_k: ClassSums(loss, device),
-    "order": OrderSums,
+SUMS: dict[str, Callable[[TaskLoss, torch.device, Sequence[int], bool], TaskSums]] = {
+    "real": lambda loss, device, top_k, exact: RealSums(loss, device, exact),
+    "classes": lambda loss, device, top_k, exact: ClassSums(loss, device),
+    "order": lambda loss, device, top_k, exact: OrderSums(loss, device, top_k),
 }
 """By `TaskLoss.metrics`, of tasks that are not binary."""
 
 
-def _sums(loss: TaskLoss, device: torch.device, top_k: Sequence[int]) -> TaskSums:
+def _sums(loss: TaskLoss, device: torch.device, top_k: Sequence[int], exact: bool) -> TaskSums:
     if loss.metrics not in SUMS:
         known = ", ".join(["binary", *SUMS])
         raise ValueError(f"{type(loss).__name__}.metrics={loss.metrics!r} is no kind of metrics; use one of {known}")
-    return SUMS[loss.metrics](loss, device, top_k)
+    return SUMS[loss.metrics](loss, device, top_k, exact)

@@ -98,11 +98,18 @@ def from_saved(kind: type[Any], saved: Mapping[str, Any], path: str) -> Any:
 
     ValueError that names the key below `path` for one that `kind` does not have.
     """
+    saved = without_retired(kind, saved)
     types = get_type_hints(kind)
     known = [field.name for field in dataclasses.fields(kind)]
     if unknown := sorted(set(saved) - set(known)):
         raise ValueError(f"{path}.{unknown[0]} is no option; there are {', '.join(known)}")
     return kind(**{name: _restored(types[name], value, f"{path}.{name}") for name, value in saved.items()})
+
+
+def without_retired(kind: type[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """`saved` without the keys of earlier versions that have the value at which they change nothing, `kind.retired`."""
+    retired = getattr(kind, "retired", {})
+    return {key: value for key, value in saved.items() if key not in retired or retired[key] != value}
 
 
 def _restored(kind: Any, value: Any, path: str) -> Any:
@@ -176,6 +183,8 @@ class ModelConfig(TokenConfig):
     managed_tables: dict[str, ManagedTable] = option({})  # tables with fewer rows than ids, which the ids take in turns
     table_std: float | None = None  # of a table's initial rows; null: 1 / sqrt(their width)
     embedding_dropout: float = option(0.0, below=1, example=0.1)  # of the elements of looked-up rows
+
+    retired: ClassVar[dict[str, Any]] = {}  # keys of earlier versions, each with the value that is still what happens
 
     def check(self) -> None:
         """Rules across fields. ValueError that names the key below `model` and a value that works."""

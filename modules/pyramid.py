@@ -39,8 +39,8 @@ class PyramidLevel(nn.Module):
         H = Norm(GDPAPooling(Norm(S)))
 
     The finest level (`window` not None) has softmax attention within a window; a coarser one has GDPA over the whole
-    row, to which the zeros of empty pieces contribute nothing and in which they stay zeros. `pffn` and `attention` are
-    the options of GDPA in the network, and in attention and pooling.
+    row, to which the zeros of empty pieces contribute nothing and in which they stay zeros. `pffn` has the
+    options of GDPA in the network.
     """
 
     def __init__(
@@ -55,12 +55,11 @@ class PyramidLevel(nn.Module):
         window: int | None,
         dropout: float,
         pffn: GDPAConfig | None = None,
-        attention: GDPAConfig | None = None,
     ) -> None:
         super().__init__()
         # The sum over hidden units is not averaged: the block's norm follows.
         inner = vars(pffn or GDPAConfig(out_scale=1.0)) | {"max_length": max_length}
-        gdpa = vars(attention or GDPAConfig()) | {"max_length": max_length}
+        gdpa = vars(GDPAConfig()) | {"max_length": max_length}
         self.pffn = GDPABlock(PersonalizedFFN(dim, num_heads, num_context, hidden, **inner))
         self.attention: JaggedSelfAttention | GDPASelfAttention
         if window is None:

@@ -196,14 +196,11 @@ def _dense(config: Config, model: RankingModel, ranks: int, node_ranks: int) -> 
     parameters = [*model.arch.parameters(), *model.embedding.assemble.parameters()]
     learning = sum(held(p) for p in parameters if p.requires_grad)
     optimizer = config.optimizer
-    # Muon keeps one moment of a matrix where AdamW keeps two.
-    matrices = (p for p in parameters if p.requires_grad and p.dim() == 2 and min(p.shape) > 1)
-    of_muon = sum(held(p) for p in matrices) if optimizer.dense == "muon" else 0
     half = config.precision.name != "fp32"
     result = {
         "dense weights": sum(held(p) for p in parameters),
         "dense gradients": learning,
-        "dense optimiser": 2 * learning - of_muon,
+        "dense optimiser": 2 * learning,
     }
     if optimizer.ema_decay:
         result["averaged weights"] = learning

@@ -9,12 +9,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from modules.config import check_options
+from modules.config import check_options, without_retired
 from modules.models import CONFIGS, CustomConfig
 from train.config import environment
 from train.config.numbers import check_numbers
 from train.config.overrides import unknown
-from train.config.schema import SOURCES, Config, EventsConfig, SyntheticConfig
+from train.config.schema import SOURCES, Config, EventsConfig, OptimizerConfig, SyntheticConfig
 from train.config.secrets import refuse_secrets
 from train.loss import task_loss
 
@@ -50,6 +50,8 @@ def from_dict(saved: dict[str, Any], overrides: list[str]) -> Config:
     sources = {node.name: node for node in SOURCES}
     schema.model = OmegaConf.structured(CONFIGS.get(saved["model"]["name"], CustomConfig))
     schema.data = OmegaConf.structured(sources[saved["data"]["name"]])
+    kinds = {"model": CONFIGS.get(saved["model"]["name"], CustomConfig), "optimizer": OptimizerConfig}
+    saved = saved | {group: without_retired(kind, saved.get(group) or {}) for group, kind in kinds.items()}
     if saved["data"]["name"] == "events":
         saved = saved | {"data": {"statistics": "none"} | saved["data"]}  # which a run of an earlier version had not
     try:
@@ -104,8 +106,7 @@ def validate(config: Config) -> None:
     if optimizer.dense != "adamw" and config.parallel.dense != "ddp":
         raise ValueError(
             f"optimizer.dense={optimizer.dense} with parallel.dense={config.parallel.dense}: "
-            f"{'Muon needs' if optimizer.dense == 'muon' else 'an optimiser by its dotted name may need'} whole "
-            "matrices; use optimizer.dense=adamw or parallel.dense=ddp"
+            "an optimiser by its dotted name may need whole matrices; use optimizer.dense=adamw or parallel.dense=ddp"
         )
     if config.parallel.expert_payload != "full" and config.parallel.expert_ranks < 2:
         raise ValueError(
@@ -218,8 +219,10 @@ def graphs_refusal(config: Config) -> str | None:
             "runtime.cuda_graphs=false or parallel.prefetch_tables=false"
         )
     if (dense := config.optimizer.dense) != "adamw":
-        what = "torch.optim.Muon cannot be captured" if dense == "muon" else "only AdamW's step is captured"
-        return f"optimizer.dense={dense}: {what}; use runtime.cuda_graphs=false or optimizer.dense=adamw"
+        return (
+            f"optimizer.dense={dense}: only AdamW's step is captured; use runtime.cuda_graphs=false or "
+            "optimizer.dense=adamw"
+        )
     return config.model.graphs_refusal()
 
 

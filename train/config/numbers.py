@@ -15,7 +15,6 @@ BELOW_ONE = ("optimizer.betas", "data.id_dropout")
 """Keys of decays: at 1 an average would never learn; and of shares that leave nothing out of which to learn."""
 ABOVE_ZERO = {
     "model.table_std": 0.01,  # tables of zeros learn nothing where they are multiplied
-    "optimizer.decay_share": 0.2,
     "data.mean_history": 20,
     "data.num_items": 1000,
     "data.num_requests": 1000,
@@ -30,7 +29,6 @@ MOST = {
     "data.num_workers": 1024,  # processes a rank
     "data.seed": 2**63 - 1,  # as numpy and PyTorch take it
     "data.zipf": 100,
-    "optimizer.decay_share": 1,
     "runtime.collective_timeout": 10**9,  # in seconds, which C++ counts in nanoseconds
     "runtime.seed": 2**63 - 1,
     "runtime.threads": 65_536,

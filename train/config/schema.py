@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any, ClassVar, Optional
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -249,8 +249,7 @@ class GroupConfig:
 
 @dataclass
 class OptimizerConfig:
-    # muon: of matrices, with AdamW for the rest | the dotted name of a torch.optim.Optimizer, of all of the dense part
-    dense: str = option("adamw", choices=["adamw", "muon"], dotted="torch.optim.NAdam")
+    dense: str = option("adamw", choices=["adamw"], dotted="torch.optim.NAdam")
     arguments: dict[str, Any] = field(default_factory=dict)  # of an optimiser by its dotted name: {momentum: 0.9}
     lr: float = 1e-3  # of the dense part
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
@@ -259,26 +258,23 @@ class OptimizerConfig:
     sparse: str = option("rowwise_adagrad", choices=["rowwise_adagrad", "adam", "sgd"])
     sparse_lr: float = 0.02
     sparse_weight_decay: float = 0.0  # of the rows that a batch looks up; with rowwise_adagrad
-    # decoupled: w -= lr * decay * w | l2: decay * w joins the gradient
-    sparse_weight_decay_mode: str = option("decoupled", choices=["decoupled", "l2"])
     groups: list[GroupConfig] = field(default_factory=list)  # the first one that matches a name counts
     warmup_steps: Settled = option(
         20
     )  # dense steps; null, the default: 20, with data=events at most a tenth of the run
-    # after the warm-up; wsd: constant, then falling in a straight line
-    schedule: str = option(
-        "cosine", choices=["cosine", "constant", "wsd"], dotted="torch.optim.lr_scheduler.PolynomialLR"
-    )
+    # after the warm-up
+    schedule: str = option("cosine", choices=["cosine", "constant"], dotted="torch.optim.lr_scheduler.PolynomialLR")
     # of a scheduler by its dotted name; the word steps stands for those of the run after its warm-up: {T_max: steps}
     schedule_arguments: dict[str, Any] = field(default_factory=dict)
-    decay_share: float = 0.2  # of the steps, in which the rate falls; with wsd
-    min_lr: float = 0.1  # at the end of cosine and wsd, as a fraction of the peak
+    min_lr: float = 0.1  # at the end of cosine, as a fraction of the peak
     clip_norm: float = 10.0  # largest norm of the dense gradient; 0 turns clipping off
     accumulate: int = option(1, least=1)  # micro-batches to one dense step (the tables step at each)
     # of an average of the dense weights, which evaluations and exports take; 0: none
     ema_decay: float = option(0.0, below=1, example=0.999)
     frozen: list[str] = field(default_factory=list)  # globs over names of modules and parameters that do not learn
     task_weights: dict[str, float] = field(default_factory=dict)  # in the loss and for the best checkpoint; others 1
+
+    retired: ClassVar[dict[str, Any]] = {"sparse_weight_decay_mode": "decoupled", "decay_share": 0.2}
 
 
 SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")

@@ -8,7 +8,6 @@ update is fused into each backward, step every time.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,8 +54,7 @@ class Optimizer:
         for group in adam if graphs else ():
             group["lr"] = torch.tensor(group["lr"], device=guard.world.device)  # read by every replay
         self.adam = torch.optim.AdamW(adam, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=True)
-        make = guarded.muon if config.dense == "muon" else partial(guarded.named, config)
-        self.guarded = make(others) if others else None  # of what AdamW does not step
+        self.guarded = guarded.named(config, others) if others else None  # of what AdamW does not step
         for param in (param for group in adam for param in group["params"]):
             # So that a checkpoint's keys do not depend on whether a step was taken.
             self.adam.state[param] = {
@@ -101,8 +99,7 @@ class Optimizer:
         """Parameters of AdamW and of another optimiser by their peak rate and weight decay; `names` are those of all
         parameters.
 
-        By default norms and biases have no decay. Muon, which makes the update's singular values alike, takes matrices
-        of more than one row and column, and an optimiser by its dotted name everything.
+        By default norms and biases have no decay.
         """
         config, of = self.config, grouped(names, self.config.groups)
         adam: dict[tuple[float, float], list[Tensor]] = {}
@@ -113,9 +110,7 @@ class Optimizer:
             default = config.weight_decay if param.ndim > 1 and not is_table else 0.0
             decay = default if group.weight_decay is None else group.weight_decay
             peak = config.lr if group.lr is None else group.lr
-            is_matrix = param.ndim == 2 and min(param.shape) > 1 and not is_table
-            of_adam = config.dense == "adamw" or (config.dense == "muon" and not is_matrix)
-            (adam if of_adam else others).setdefault((peak, decay), []).append(param)
+            (adam if config.dense == "adamw" else others).setdefault((peak, decay), []).append(param)
 
         def dicts(groups: dict[tuple[float, float], list[Tensor]]) -> list[dict[str, Any]]:
             return [

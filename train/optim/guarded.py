@@ -93,11 +93,6 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return deepcopy({key: value for key, value in group.items() if key != "params"})
 
 
-def muon(groups: list[dict[str, Any]]) -> Guarded:
-    """Muon (Jordan et al., 2024) with updates scaled to AdamW's size, so that AdamW's learning rates fit it."""
-    return Guarded(torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw"))
-
-
 def named(config: OptimizerConfig, groups: list[dict[str, Any]]) -> Guarded:
     """The class `optimizer.dense` of these groups, with `optimizer.arguments`. ValueError that names the key which it
     does not take, or says why it cannot train here."""
@@ -106,7 +101,7 @@ def named(config: OptimizerConfig, groups: list[dict[str, Any]]) -> Guarded:
     if not (isinstance(made, type) and issubclass(made, torch.optim.Optimizer)):
         raise ValueError(f"optimizer.dense={name} is no torch.optim.Optimizer; name a class, e.g. torch.optim.NAdam")
     if issubclass(made, torch.optim.Muon):
-        raise ValueError(f"optimizer.dense={name} takes matrices only; use optimizer.dense=muon, with AdamW for others")
+        raise ValueError(f"optimizer.dense={name} takes matrices only; e.g. torch.optim.NAdam takes biases, too")
     known = inspect.signature(made).parameters
     arguments = dict(config.arguments)
     if reserved := sorted({"params", "lr", "betas", "weight_decay"} & arguments.keys()):

@@ -1,4 +1,4 @@
-"""How learning rates go: a warm-up, then constant, cosine, WSD, or a scheduler of torch by its dotted name."""
+"""How learning rates go: a warm-up, then constant, cosine, or a scheduler of torch by its dotted name."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ def factor(config: OptimizerConfig, total_steps: int, step: int) -> float:
     progress = min(1.0, (step - warmup) / left)
     if config.schedule == "constant":
         return 1.0
-    if config.schedule == "wsd":
-        decayed = max(0.0, progress - (1 - config.decay_share)) / config.decay_share
-    else:
-        decayed = 0.5 * (1 - math.cos(math.pi * progress))
-    return 1 - (1 - config.min_lr) * decayed
+    return 1 - (1 - config.min_lr) * 0.5 * (1 - math.cos(math.pi * progress))
 
 
 def check(config: OptimizerConfig) -> None:

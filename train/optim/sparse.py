@@ -33,7 +33,6 @@ from train.parallel.mesh import Mesh, table_ranks
 from train.process.distributed import World
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"rowwise_adagrad": RowWiseAdagrad, "adam": Adam, "sgd": SGD}
-DECAY_MODES = {"decoupled": WeightDecayMode.DECOUPLE, "l2": WeightDecayMode.L2}
 CPU_OPTIMIZERS = ("rowwise_adagrad", "sgd")  # what FBGEMM fuses there
 GIB = 2**30
 SAMPLE = 256  # requests from which the planner's mean numbers of ids are taken
@@ -133,7 +132,7 @@ def _give_optimizers(model: RankingModel, whole: Config) -> None:
         decay = config.sparse_weight_decay if group.weight_decay is None else group.weight_decay
         if config.sparse == "rowwise_adagrad" and decay:
             # FBGEMM ignores the decay in its default mode.
-            settings |= {"weight_decay": decay, "weight_decay_mode": DECAY_MODES[config.sparse_weight_decay_mode]}
+            settings |= {"weight_decay": decay, "weight_decay_mode": WeightDecayMode.DECOUPLE}
         apply_optimizer_in_backward(OPTIMIZERS[config.sparse], [table], settings)
 
 

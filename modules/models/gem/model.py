@@ -39,7 +39,6 @@ class GEMConfig(StackConfig):
     window: int = 64  # of the finest level's self-attention, |i - j| <= window; 0: the whole history
     pffn_hidden: int = option(32, least=1)
     pffn_gdpa: GDPAConfig = field(default_factory=lambda: GDPAConfig(out_scale=1.0))  # the block's norm follows
-    level_gdpa: GDPAConfig = field(default_factory=GDPAConfig)  # of coarser levels' attention, and of all pooling
     num_tokens: int = option(4, least=1)  # of each level's summary
     num_target: int = option(2, least=1)  # tokens in which a candidate attends to the finest level
     num_fmb: int = option(8, least=1)
@@ -54,6 +53,7 @@ class GEMConfig(StackConfig):
     head_hidden: list[int] = option([128, 64], least=1)
 
     shared: ClassVar[frozenset[str]] = frozenset({"levels", "domain_feature", "head_hidden"})
+    retired: ClassVar[dict[str, Any]] = {"level_gdpa": vars(GDPAConfig())}
 
     def check_layer(self) -> None:
         if self.dim % (2 * self.num_heads):
@@ -200,7 +200,6 @@ def _level(config: GEMConfig, max_length: int, window: int | None = None) -> Pyr
         window=window,
         dropout=config.dropout,
         pffn=config.pffn_gdpa,
-        attention=config.level_gdpa,
     )
 
 

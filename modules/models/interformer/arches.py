@@ -154,7 +154,7 @@ class SequenceSummary(nn.Module):
 class InteractionArch(nn.Module):
     """X + MLP(Interaction([X | S_sum])) for n tokens X of each candidate; the MLP restores the n tokens.
 
-    `interaction` is a stack of DHEN layers or of Wukong layers. The first `num_request_summary` tokens of S_sum are at
+    `interaction` is a DHEN layer or a stack of Wukong layers. The first `num_request_summary` tokens of S_sum are at
     request rows. So are the first `num_request` tokens of X in the first layer, where X is still what was looked up.
     They enter the first layer of the stack as a request's tokens, before all others.
     """
@@ -162,7 +162,6 @@ class InteractionArch(nn.Module):
     @dataclass
     class Config(TokenConfig):
         interaction: str = option("dhen", choices=["dhen", "wukong"])  # inner products and a cross layer | machines
-        dhen_layers: int = option(1, least=1)
         dcn_rank: int = 32
         wukong_layers: int = option(2, least=1)  # each squares the order of interactions
         wukong_fmb: int = option(4, least=1)  # tokens that a layer's factorisation machine makes
@@ -188,7 +187,7 @@ class InteractionArch(nn.Module):
         num_of_request = num_request_summary + num_request  # of a request, to the first layer
         first: dict[str, Any] = {"num_request": num_of_request, "max_candidates": max_candidates}
         layers: list[DHENLayer | WukongLayer] = []
-        for index in range(config.dhen_layers if config.interaction == "dhen" else config.wukong_layers):
+        for index in range(1 if config.interaction == "dhen" else config.wukong_layers):
             options = common | ({} if index else first)
             num_of_candidate = mixed if index else mixed - num_of_request
             if config.interaction == "dhen":

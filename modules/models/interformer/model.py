@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +87,7 @@ class InterFormer(RequestVectors, nn.Module):
         head_hidden: list[int] = option([128, 64], least=1)
 
         shared: ClassVar[frozenset[str]] = frozenset({"num_cls", "num_recent", "sequence_context", "head_hidden"})
+        retired: ClassVar[dict[str, Any]] = {"dhen_layers": 1}
 
         def check_layer(self) -> None:
             if self.dim % (2 * self.num_heads):

@@ -81,9 +81,7 @@ TOKEN_MIXERS: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, Any] = {
     "interformer": InterFormer.Config(**SMALL),
     "interformer-candidate": InterFormer.Config(**SMALL, sequence_context="candidate", feed_forward="dense"),
-    "interformer-moe": InterFormer.Config(
-        **SMALL, feed_forward="moe", moe=MoE.Config(**MOE), dhen_layers=2, num_layers=1
-    ),
+    "interformer-moe": InterFormer.Config(**SMALL, feed_forward="moe", moe=MoE.Config(**MOE), num_layers=1),
     "interformer-layers": InterFormer.Config(
         **SMALL,
         layers=[{"num_heads": 1, "pffn": "gdpa", "pffn_hidden": 8}, {"interaction": "wukong", "wukong_rank": 3}],

@@ -118,7 +118,7 @@ def found(model: nn.Module, batch: RequestBatch, embedding: FeatureEmbedding) ->
 
 
 @pytest.mark.usefixtures("opaque")
-@pytest.mark.parametrize("options", [{}, {"dhen_layers": 2, "num_layers": 3}, {"head_hidden": []}, WUKONG], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_layers": 3}, {"head_hidden": []}, WUKONG], ids=str)
 def test_interformer_copies_no_request_to_its_candidates(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     spec = random_spec()

@@ -69,16 +69,21 @@ def test_a_run_resumes_from_a_checkpoint_that_is_older_than_some_keys(tmp_path: 
     config = dataclasses.asdict(composed("synthetic_moe"))
     current = json.loads(json.dumps(config))
     del config["model"]["interaction"], config["model"]["moe"]["force_balance"]
+    config["model"]["dhen_layers"], config["optimizer"]["decay_share"] = 1, 0.2  # keys of before, as they now are fixed
     (tmp_path / "meta.json").write_text(json.dumps({"config": config, "progress": {}, "data_fingerprint": ""}))
     checkpoint.check_config(tmp_path, current)
     current["model"]["interaction"] = "wukong"
     with pytest.raises(ValueError, match="model.interaction=dhen, this run has wukong"):
         checkpoint.check_config(tmp_path, current)
+    config["model"]["dhen_layers"] = 2
+    (tmp_path / "meta.json").write_text(json.dumps({"config": config, "progress": {}, "data_fingerprint": ""}))
+    with pytest.raises(ValueError, match="dhen_layers"):
+        checkpoint.check_config(tmp_path, current)
 
 
 @pytest.mark.parametrize(
     ("group", "key", "before", "now"),
-    [("optimizer", "dense", "adamw", "muon"), ("tasks", "rating", {"loss": "huber"}, None)],
+    [("optimizer", "dense", "adamw", "torch.optim.NAdam"), ("tasks", "rating", {"loss": "huber"}, None)],
 )
 def test_a_run_does_not_resume_with_another_optimizer_or_loss(
     group: str, key: str, before: Any, now: Any, tmp_path: Path

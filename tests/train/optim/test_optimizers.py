@@ -136,7 +136,7 @@ class CountsInPython(torch.optim.Optimizer):
     [
         ({"dense": "torch.optim.LBFGS", "weight_decay": 0.0}, "optimizer.dense=torch.optim.LBFGS cannot train here"),
         ({"dense": "torch.optim.SparseAdam", "weight_decay": 0.0}, "SparseAdam cannot train here"),
-        ({"dense": "torch.optim.Muon"}, "use optimizer.dense=muon, with AdamW for others"),
+        ({"dense": "torch.optim.Muon"}, "takes matrices only"),
         ({"dense": "torch.optim.Rprop"}, "optimizer.weight_decay=0.01: torch.optim.Rprop has none; use 0"),
         ({"dense": "torch.optim.SGD", "betas": [0.8, 0.9]}, r"optimizer.betas=\[0.8, 0.9\]: torch.optim.SGD has none"),
         ({"dense": "torch.optim.SGD", "arguments": {"momentun": 0.9}}, "momentun is no argument .* there are momentum"),

@@ -76,4 +76,5 @@ def dense(
 
 
 def _read(config: EventsConfig, name: str, values: np.ndarray) -> np.ndarray:
+    values = np.asarray(values, np.float64)  # of statistics, which are float32 until then
     return before_scaling(values, config.missing_fill.get(name), name in logarithmic(config))

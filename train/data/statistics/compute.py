@@ -52,8 +52,8 @@ class Statistics:
                 self.prior = store.read_prior(self._earlier, self.base.tasks)
 
     def whole(self, columns: Columns, requests: Requests) -> dict[str, np.ndarray]:
-        """[N] float64 by feature, NaN of rows in no request and of what is not known."""
-        values = {name: np.full(len(columns.number), np.nan) for name in self.names}
+        """[N] float32 by feature, NaN of rows in no request and of what is not known."""
+        values = {name: np.full(len(columns.number), np.nan, np.float32) for name in self.names}
         if self.groups:
             base = self.base.records(columns, requests.order, requests.offsets)
             self.see(base)
@@ -133,8 +133,8 @@ class Spilled:
         return found.reshape(count, width)
 
     def named(self, values: np.ndarray) -> dict[str, np.ndarray]:
-        """By feature, float64."""
-        return {name: values[:, index].astype(np.float64) for index, name in enumerate(self.all.names)}
+        """By feature."""
+        return {name: values[:, index] for index, name in enumerate(self.all.names)}
 
     def _deal(self, group: Group, parts: int) -> list[int]:
         """Deal the records of a statistic by key; how many each part has."""

@@ -12,19 +12,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from modules.core import packing
+
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-ALIGNMENT = 16
-"""Bytes; of the tensors of a packed batch."""
-_Keyed = tuple[type, list[str], int, list[int] | None]
-_Place = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
 UNKNOWN_ID = 0
 """Row of every table that missing ids map to, and unseen ones unless a source has rows for them; others start at 1."""
 
@@ -287,32 +285,13 @@ class RequestBatch:
 
     def packed(self) -> RequestBatch:
         """The same batch in one piece of memory, which goes between processes and to a device as one tensor."""
-        tensors = self._tensors()
-        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-        parts = torch.empty(sum(sizes), dtype=torch.uint8).split(sizes)
-        views = [
-            part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            for part, tensor in zip(parts, tensors, strict=True)
-        ]
-        for part in self._parts():
-            if not isinstance(part, Tensor):
-                part.length_per_key()  # remembered from now on: later it would have to be read from the device
-        return _assemble(self._about(), views)
+        return _of_parts(packing.packed(self._parts()))
 
     def __reduce__(self) -> tuple[Callable[..., RequestBatch], tuple[object, ...]]:
-        tensors = self._tensors()
-        whole = _whole(tensors)
-        if whole is None:
-            return _assemble, (self._about(), tensors)
-        return _assemble, (self._about(), [whole], _places(tensors))
+        return _unpickled, packing.reduced(self._parts())
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> RequestBatch:
-        """The batch with each tensor moved, in one copy if they lie in one piece of memory."""
-        tensors = self._tensors()
-        whole = _whole(tensors)
-        if whole is None:
-            return _assemble(self._about(), [move(tensor) for tensor in tensors])
-        return _assemble(self._about(), [move(whole)], _places(tensors))
+        return _of_parts(packing.moved(self._parts(), move))
 
     def _parts(self) -> list[Any]:
         """The fields, those of the vendors last."""
@@ -320,15 +299,7 @@ class RequestBatch:
         return parts + [getattr(self.vendors, f.name) for f in fields(Vendors) if self.vendors is not None]
 
     def _tensors(self) -> list[Tensor]:
-        pairs = [(p,) if isinstance(p, Tensor) else (p.values(), p.lengths()) for p in self._parts()]
-        return [tensor for pair in pairs for tensor in pair]
-
-    def _about(self) -> list[_Keyed | None]:
-        """The parts of each field that are not tensors."""
-        return [
-            None if isinstance(p, Tensor) else (type(p), p.keys(), p.stride(), p.length_per_key_or_none())
-            for p in self._parts()
-        ]
+        return packing.tensors_of(self._parts())
 
     def record_stream(self, stream: torch.Stream) -> None:
         for part in self._parts():
@@ -373,39 +344,14 @@ def _per_request(features: KeyedJaggedTensor, rows: int, offsets: Tensor) -> Ten
     return ends[:, offsets].diff(dim=1).to(lengths.dtype).flatten()
 
 
-def _whole(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The bytes that all of `tensors` are views of; None if they do not share one piece of memory."""
-    storage = tensors[0].untyped_storage()
-    if any(tensor.untyped_storage().data_ptr() != storage.data_ptr() for tensor in tensors):
-        return None
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _places(tensors: Sequence[Tensor]) -> list[_Place]:
-    return [(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()) for tensor in tensors]
-
-
-def _assemble(
-    about: Sequence[_Keyed | None], tensors: Sequence[Tensor], places: Sequence[_Place] | None = None
-) -> RequestBatch:
-    """The batch of `RequestBatch._tensors`, or of their places in the one tensor given."""
-    if places is not None:
-        memory = tensors[0].untyped_storage()
-        empty = partial(torch.empty, 0, device=memory.device)
-        tensors = [empty(dtype=dtype).set_(memory, *place) for dtype, *place in places]
-    given, parts = iter(tensors), list[Any]()
-    for keyed in about:
-        if keyed is None:
-            parts.append(next(given))
-        else:
-            kind, keys, stride, counts = keyed
-            values, lengths = next(given), next(given)
-            parts.append(kind(keys, values, lengths=lengths, stride=stride, length_per_key=counts))
+def _of_parts(parts: Sequence[Any]) -> RequestBatch:
+    """The inverse of `RequestBatch._parts`."""
     own = len(fields(RequestBatch)) - 1
-    batch = RequestBatch(*parts[:own])
-    if parts[own:]:
-        batch.vendors = Vendors(*parts[own:])
-    return batch
+    return RequestBatch(*parts[:own], vendors=Vendors(*parts[own:]) if parts[own:] else None)
+
+
+def _unpickled(*reduced: Any) -> RequestBatch:
+    return _of_parts(packing.assembled(*reduced))
 
 
 def with_candidates(batch: RequestBatch, count: int) -> RequestBatch:

@@ -26,7 +26,7 @@ from train.config.schema import Config, EventsConfig
 from train.data import following
 from train.data.following import Follower
 from train.data.loading.dealing import Cost, Dealer
-from train.data.loading.loader import build_loader, reading
+from train.data.loading.loader import LoaderOptions, build_loader, reading
 from train.data.source import Source
 from train.evaluate import evaluate_split
 from train.evaluate.distill import build_distillation
@@ -240,9 +240,7 @@ class Trainer:
     def _train_epoch(self) -> None:
         progress, data = self.progress, self.config.data
         self.model.train()
-        loader = build_loader(
-            self.training,
-            "train",
+        options = LoaderOptions(
             batch_size=data.batch_size,
             seed=self.config.runtime.seed,
             rank=self.world.rank,
@@ -260,7 +258,7 @@ class Trainer:
             prefetch=data.prefetch,
             pin_memory=self.world.device.type == "cuda",
         )
-        with reading(loader) as loaded:
+        with reading(build_loader(self.training, "train", options)) as loaded:
             self._train_on(self.meters.timed(loaded))
 
     def _train_on(self, batches: Iterator[RequestBatch]) -> None:

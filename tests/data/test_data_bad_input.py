@@ -13,7 +13,7 @@ from tests.data.sources import events_config, whole
 from train.config.schema import DataConfig, EventsConfig, HistoryConfig, JoinConfig, MovieLensConfig, SyntheticConfig
 from train.data import PreparedSource, build_source
 from train.data.features import columns
-from train.data.loading.loader import build_loader
+from train.data.loading.loader import LoaderOptions, build_loader
 
 HEADER = "user,time,item,price,click"
 ROWS = [f"{u},{t},{t % 5},0.{t},{t % 2}" for t in range(20) for u in (1, 2)]
@@ -300,14 +300,14 @@ def test_damaged_cache_is_caught_before_it_reaches_a_table(tmp_path):
 def test_batch_larger_than_the_data(tmp_path):
     source = build_source(config_of(tmp_path))
     settings = {"seed": 0, "shuffle": True, "num_workers": 0, "prefetch": 2}
-    (batch,) = build_loader(source, "train", batch_size=10_000, rank=0, world_size=1, **settings)
+    (batch,) = build_loader(source, "train", LoaderOptions(batch_size=10_000, rank=0, world_size=1, **settings))
     assert batch.num_requests == source.num_requests("train")
 
 
 def test_more_ranks_than_rows(tmp_path):
     source = build_source(config_of(tmp_path, ROWS[:2], split=[1, 0, 0], histories={}))
     settings = {"batch_size": 4, "seed": 0, "shuffle": True, "num_workers": 0, "prefetch": 2}
-    loaders = [build_loader(source, "train", rank=rank, world_size=5, **settings) for rank in range(5)]
+    loaders = [build_loader(source, "train", LoaderOptions(rank=rank, world_size=5, **settings)) for rank in range(5)]
     batches = [list(loader) for loader in loaders]
     assert [len(of_rank) for of_rank in batches] == [1] * 5
     assert [of_rank[0].num_requests for of_rank in batches] == [1] * 5

@@ -19,7 +19,7 @@ from torch.multiprocessing.spawn import ProcessException
 from tests.processes import run_ranks
 from train.config.schema import EventsConfig, MovieLensConfig, RuntimeConfig
 from train.data import build_source
-from train.data.loading.loader import build_loader
+from train.data.loading.loader import LoaderOptions, build_loader
 from train.process import distributed
 from train.process.heartbeat import Heartbeat
 
@@ -129,7 +129,9 @@ def read_share(folder: Path) -> None:
 
     source = build_source(MovieLensConfig(cache_dir=str(cache)), by_first)
     loader = build_loader(
-        source, "test", batch_size=100, seed=0, rank=rank, world_size=RANKS, shuffle=True, num_workers=1, prefetch=2
+        source,
+        "test",
+        LoaderOptions(batch_size=100, seed=0, rank=rank, world_size=RANKS, shuffle=True, num_workers=1, prefetch=2),
     )
     torch.save(
         {"prepared": prepared == [True], "steps": [batch.row.clone() for batch in loader]}, folder / f"{rank}.pt"

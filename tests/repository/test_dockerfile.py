@@ -10,8 +10,6 @@ import tomllib
 
 from train.process.places import ROOT
 
-KNOWN = {"FROM", "RUN", "USER", "WORKDIR", "ARG", "COPY", "ENV", "CMD"}
-
 
 def instructions() -> list[tuple[str, str]]:
     """Instruction and arguments, continued lines joined."""
@@ -19,20 +17,6 @@ def instructions() -> list[tuple[str, str]]:
     return [
         (name, rest.strip()) for name, _, rest in (line.partition(" ") for line in text.splitlines() if line.strip())
     ]
-
-
-def test_it_has_known_instructions_only_and_begins_with_an_image() -> None:
-    names = [name for name, _ in instructions()]
-    assert set(names) <= KNOWN
-    assert names[0] == "FROM"
-
-
-def test_its_python_is_one_that_the_project_runs_on() -> None:
-    image = dict(reversed(instructions()))["FROM"]
-    version = re.fullmatch(r"python:(3\.\d+)-slim-\w+", image)
-    assert version is not None
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert f"Programming Language :: Python :: {version[1]}" in project["classifiers"]
 
 
 def test_what_it_copies_is_in_the_repository() -> None:
@@ -54,10 +38,3 @@ def test_what_it_runs_are_targets_of_the_makefile_and_commands() -> None:
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert command[0] in scripts
-
-
-def test_the_build_gets_nothing_that_git_ignores() -> None:
-    ignored = {line.strip("*/") for line in (ROOT / ".dockerignore").read_text().splitlines()}
-    assert {line.strip("/") for line in (ROOT / ".gitignore").read_text().split()} | {".git"} <= ignored | {
-        "*.egg-info"
-    }

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from train.checkpoint import manifest
-from train.checkpoint.load import best_checkpoint, checkpoints
+from train.checkpoint.find import best_checkpoint, checkpoints
 from train.checkpoint.progress import META, Progress
 from train.checkpoint.state import host_copy, model_state, optimizer_state, rng_state
 from train.optim.dense import Optimizer

@@ -25,7 +25,7 @@ from train.build import Job, build
 from train.checkpoint import load as checkpoint
 from train.config.compose import from_dict
 from train.config.overrides import split_options
-from train.data.loading.loader import build_loader, reading
+from train.data.loading.loader import LoaderOptions, build_loader, reading
 from train.data.requests import SPLITS
 from train.evaluate.catalogue import evaluate_catalogue
 from train.metrics.predictions import PredictionWriter
@@ -58,9 +58,7 @@ def evaluate(
 def split_loader(job: Job, split: str) -> DataLoader:
     """A split's batches in their order, of this rank."""
     world, data = job.world, job.config.data
-    return build_loader(
-        job.source,
-        split,
+    options = LoaderOptions(
         batch_size=data.eval_batch_size or data.batch_size,
         seed=0,
         rank=world.rank,
@@ -70,6 +68,7 @@ def split_loader(job: Job, split: str) -> DataLoader:
         prefetch=data.prefetch,
         pin_memory=world.device.type == "cuda",
     )
+    return build_loader(job.source, split, options)
 
 
 def evaluate_split(

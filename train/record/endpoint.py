@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from train.checkpoint.load import checkpoints
+from train.checkpoint.find import checkpoints
 from train.record.prometheus import TEXT, labels, metric
 
 OF_THE_RUN = {

@@ -15,7 +15,7 @@ from tests.data.sources import events_config, whole
 from train.config.schema import HistoryConfig
 from train.data import build_source
 from train.data.batch import append_candidates
-from train.data.loading.loader import build_loader
+from train.data.loading.loader import LoaderOptions, build_loader
 from train.data.loading.sampling import uniform_items
 
 SETTINGS = {
@@ -141,10 +141,12 @@ def test_labels_of_real_numbers_pass_where_they_are_named(tmp_path) -> None:
 def test_negatives_come_behind_a_batch_and_each_item_is_as_likely(tmp_path) -> None:
     source = build_source(make_config(tmp_path, timed(), **SETTINGS, train_requests="last"))
     settings = {"batch_size": 4, "seed": 3, "world_size": 1, "shuffle": True, "num_workers": 0, "prefetch": 1}
-    plain = list(build_loader(source, "train", rank=0, **settings))
-    loaded = list(build_loader(source, "train", rank=0, uniform_negatives=5, **settings))
-    again = list(build_loader(source, "train", rank=0, uniform_negatives=5, **settings))
-    other = list(build_loader(source, "train", rank=1, **(settings | {"world_size": 2}), uniform_negatives=5))
+    plain = list(build_loader(source, "train", LoaderOptions(rank=0, **settings)))
+    loaded = list(build_loader(source, "train", LoaderOptions(rank=0, uniform_negatives=5, **settings)))
+    again = list(build_loader(source, "train", LoaderOptions(rank=0, uniform_negatives=5, **settings)))
+    other = list(
+        build_loader(source, "train", LoaderOptions(rank=1, **(settings | {"world_size": 2}), uniform_negatives=5))
+    )
     assert len(plain) == len(loaded) == 2
     rows = source.spec.tables["item"]
     for batch, more, same in zip(plain, loaded, again, strict=True):

@@ -26,7 +26,7 @@ from train.config.schema import EventsConfig, HistoryConfig, VectorConfig
 from train.data import build_source, events
 from train.data.batch import empty_batch, pad_events
 from train.data.loading.dropout import drop_ids
-from train.data.loading.loader import build_loader
+from train.data.loading.loader import LoaderOptions, build_loader
 from train.data.loading.sampling import sample_negatives
 from train.data.reader import RequestReader
 from train.data.requests import sorted_by_vendor, vendor_runs
@@ -211,14 +211,16 @@ def test_sorting_keeps_the_first_row_and_the_order_within_a_vendor() -> None:
 def test_loaders_keep_requests_and_vendors_whole(tmp_path: Path) -> None:
     source = source_of(config_of(tmp_path, make_rows()))
     settings: dict[str, Any] = {"batch_size": 3, "seed": 1, "world_size": 2, "shuffle": True, "prefetch": 2}
-    loaders = [build_loader(source, "train", rank=rank, num_workers=0, **settings) for rank in range(2)]
+    loaders = [build_loader(source, "train", LoaderOptions(rank=rank, num_workers=0, **settings)) for rank in range(2)]
     batches = [batch for loader in loaders for batch in loader]
     for batch in batches:
         check(batch)
     seen = torch.cat([batch.row for batch in batches]).sort().values
     assert seen.equal(whole(source, "train").row.sort().values)
     more = build_loader(
-        source, "train", rank=0, num_workers=0, negative_rate=0.3, id_dropout={"town": 0.5}, pad_events=8, **settings
+        source,
+        "train",
+        LoaderOptions(rank=0, num_workers=0, negative_rate=0.3, id_dropout={"town": 0.5}, pad_events=8, **settings),
     )
     for batch in more:
         check(batch)

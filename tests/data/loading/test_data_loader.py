@@ -23,7 +23,7 @@ from tests.launching import environment, python
 from tests.modules.test_batch import assert_same
 from train.config.schema import MovieLensConfig, SyntheticConfig
 from train.data import build_source
-from train.data.loading.loader import build_loader, reading
+from train.data.loading.loader import LoaderOptions, build_loader, reading
 from train.data.source import PreparedSource
 
 
@@ -47,7 +47,7 @@ def load(source, split="valid", **changes) -> list:
         "num_workers": 0,
         "prefetch": 2,
     }
-    loader = build_loader(source, split, **(settings | changes))
+    loader = build_loader(source, split, LoaderOptions(**(settings | changes)))
     batches = list(loader)
     assert len(batches) == len(loader)
     return batches
@@ -134,14 +134,16 @@ def test_a_stream_that_is_shuffled_already_needs_no_permutation(synthetic):
     loader = build_loader(
         huge,
         "train",
-        batch_size=4,
-        seed=0,
-        rank=1,
-        world_size=2,
-        start=8 * 10**9,
-        shuffle=True,
-        num_workers=0,
-        prefetch=2,
+        LoaderOptions(
+            batch_size=4,
+            seed=0,
+            rank=1,
+            world_size=2,
+            start=8 * 10**9,
+            shuffle=True,
+            num_workers=0,
+            prefetch=2,
+        ),
     )
     assert len(loader) == (10**12 - 8 * 10**9) // 8
     assert next(iter(loader)).row[0] == 2 * (8 * 10**9 + 4)
@@ -165,7 +167,7 @@ def test_an_error_in_a_worker_arrives_with_its_message(movielens):
 @pytest.mark.reliability("a loader worker is killed (SIGKILL)", "the run ends with an error that says so")
 def test_a_worker_that_is_killed_ends_the_run(synthetic):
     settings = {"batch_size": 8, "seed": 0, "rank": 0, "world_size": 1, "shuffle": True, "prefetch": 2}
-    batches = iter(build_loader(synthetic, "train", num_workers=1, **settings))
+    batches = iter(build_loader(synthetic, "train", LoaderOptions(num_workers=1, **settings)))
     next(batches)
     for worker in active_children():
         worker.kill()
@@ -175,7 +177,7 @@ def test_a_worker_that_is_killed_ends_the_run(synthetic):
 
 def test_workers_end_with_the_context(synthetic):
     settings = {"batch_size": 8, "seed": 0, "rank": 0, "world_size": 1, "shuffle": True, "prefetch": 2}
-    with reading(build_loader(synthetic, "train", num_workers=1, **settings)) as batches:
+    with reading(build_loader(synthetic, "train", LoaderOptions(num_workers=1, **settings))) as batches:
         next(batches)
         assert active_children()
     assert not active_children()  # although `batches` is still there
@@ -185,12 +187,12 @@ READ = """
 from multiprocessing import active_children, forkserver
 from train.config.schema import SyntheticConfig
 from train.data import build_source
-from train.data.loading.loader import build_loader
+from train.data.loading.loader import LoaderOptions, build_loader
 
 if __name__ == "__main__":
     loader = build_loader(
-        build_source(SyntheticConfig(num_requests=1000)), "train", batch_size=8, seed=0, rank=0, world_size=1,
-        shuffle=True, num_workers=2, prefetch=2,
+        build_source(SyntheticConfig(num_requests=1000)), "train",
+        LoaderOptions(batch_size=8, seed=0, rank=0, world_size=1, shuffle=True, num_workers=2, prefetch=2),
     )
     batches = iter(loader)
     next(batches)

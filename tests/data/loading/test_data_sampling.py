@@ -14,7 +14,7 @@ from tests.modules.factories import random_batch, random_spec
 from tests.modules.test_batch import assert_same
 from train.config.schema import SyntheticConfig
 from train.data import SyntheticSource
-from train.data.loading.loader import build_loader
+from train.data.loading.loader import LoaderOptions, build_loader
 from train.data.loading.sampling import sample_negatives, uniform
 from train.loss import ranking_loss
 from train.metrics import MetricSet
@@ -33,7 +33,7 @@ def load(source: SyntheticSource, **changes) -> list[RequestBatch]:
         "batch_size": 60, "seed": 0, "rank": 0, "world_size": 1, "shuffle": True, "num_workers": 0, "prefetch": 2,
         "negative_rate": RATE,
     }  # fmt: skip
-    return list(build_loader(source, "train", **(settings | changes)))
+    return list(build_loader(source, "train", LoaderOptions(**(settings | changes))))
 
 
 def rows(batches: list[RequestBatch]) -> list[int]:

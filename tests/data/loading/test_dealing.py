@@ -8,7 +8,7 @@ import pytest
 from train.config.schema import MovieLensConfig, SyntheticConfig
 from train.data import build_source
 from train.data.loading.dealing import Cost, Dealer, deal, imbalance
-from train.data.loading.loader import build_loader
+from train.data.loading.loader import LoaderOptions, build_loader
 from train.data.source import Source
 
 RANKS, BLOCK = 4, 8
@@ -34,7 +34,9 @@ def test_lengths_are_those_of_the_batch(source: Source) -> None:
 def test_ranks_share_the_same_global_batches_in_whole_blocks(source: Source) -> None:
     def load(rank: int, ranks: int, batch_size: int, dealer: Dealer | None) -> list[list[int]]:
         settings = {"seed": 0, "shuffle": False, "num_workers": 0, "prefetch": 2, "dealer": dealer}
-        loader = build_loader(source, "train", batch_size=batch_size, rank=rank, world_size=ranks, **settings)
+        loader = build_loader(
+            source, "train", LoaderOptions(batch_size=batch_size, rank=rank, world_size=ranks, **settings)
+        )
         return [batch.row[batch.candidate_offsets[:-1]].tolist() for batch in list(loader)[:3]]
 
     whole = load(0, 1, RANKS * 16, None)
@@ -50,7 +52,7 @@ def test_the_last_batch_stays_in_order() -> None:
     source = build_source(SyntheticConfig(num_requests=1000))
     dealer = Dealer(Cost(1, 0, 0), RANKS, BLOCK)
     settings = {"seed": 0, "shuffle": False, "num_workers": 0, "prefetch": 2, "dealer": dealer}
-    loader = build_loader(source, "train", batch_size=64, rank=1, world_size=RANKS, **settings)
+    loader = build_loader(source, "train", LoaderOptions(batch_size=64, rank=1, world_size=RANKS, **settings))
     last = list(loader)[-1]
     assert last.num_requests == 1000 % 256 // RANKS
     assert dealer.compute() == {"imbalance_in_order": 0.0, "imbalance": 0.0}

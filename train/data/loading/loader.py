@@ -5,9 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
-from functools import partial
+from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -28,74 +28,50 @@ from train.process.quiet import quieten
 from train.process.signals import SIGNALS
 
 
-def build_loader(
-    source: Source,
-    split: str,
-    *,
-    batch_size: int,
-    seed: int,
-    rank: int,
-    world_size: int,
-    epoch: int = 0,
-    start: int = 0,
-    shuffle: bool,
-    num_workers: int,
-    prefetch: int,
-    negative_rate: float = 1,
-    id_dropout: Mapping[str, float] | None = None,
-    history_dropout: float = 0,
-    pad_events: int = 0,
-    uniform_negatives: int = 0,
-    dealer: Dealer | None = None,
-    pin_memory: bool = False,
-) -> DataLoader:
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """Which batches a rank gets of an epoch, and what is done with them. Random draws are by (seed, epoch)."""
+
+    batch_size: int  # requests of this rank
+    seed: int
+    rank: int
+    world_size: int
+    epoch: int = 0
+    start: int = 0  # the epoch's requests, over all ranks, that have been consumed
+    shuffle: bool
+    num_workers: int  # processes, of one thread each
+    prefetch: int  # batches that each of them keeps ready
+    negative_rate: float = 1  # below 1: `sample_negatives`; requests are counted before it
+    id_dropout: Mapping[str, float] = field(default_factory=dict)  # see `train.data.loading.dropout`
+    history_dropout: float = 0
+    pad_events: int = 0  # see `train.data.batch.pad_events`; 0 adds nothing
+    uniform_negatives: int = 0  # items, drawn anew for each batch and rank, as candidates of a request behind the batch
+    dealer: Dealer | None = None  # decides which of a global batch's requests are this rank's
+    pin_memory: bool = False
+
+
+def build_loader(source: Source, split: str, options: LoaderOptions) -> DataLoader:
     """This rank's batches of an epoch from its `start`-th request on; `len()` is their number, the same on every rank.
 
     The order depends on (seed, epoch) alone and its steps on `batch_size * world_size`, so a run that has consumed
     `start` requests over all ranks goes on exactly where it stopped, also with another number of ranks. A global batch
     is the next `batch_size * world_size` requests, the last one what is left; each rank takes an even, contiguous
     share, and one without a share gets a request without candidates, so that all ranks take the same number of steps.
-
-    Batches do not depend on `num_workers`. Each worker is a process of one thread that keeps `prefetch` batches ready.
-    `negative_rate` below 1: see `sample_negatives`, which draws by (seed, epoch); requests are counted before it.
-    `id_dropout`, `history_dropout`: see `train.data.loading.dropout`, which draws likewise.
-    `pad_events`: see `train.data.batch.pad_events`; 0 adds nothing.
-    `dealer`: decides which of a global batch's requests are this rank's; the global batch is the same.
-    `uniform_negatives`: so many items, drawn by (seed, epoch, the batch's first request and the rank), come behind each
-    batch as candidates of a request of their own.
+    Batches do not depend on `num_workers`.
     """
-    order = _Order(
-        source.num_requests(split),
-        batch_size=batch_size,
-        rank=rank,
-        world_size=world_size,
-        start=start,
-        shuffle_key=(seed, epoch) if shuffle and not source.shuffled else None,
-        share=None if dealer is None else partial(_dealt, dealer, source, split, rank),
-    )
     # The loader draws a number from its generator when it starts; one of its own keeps the global state, and with it
     # dropout, the same whether a run is resumed or not.
     return _Loader(
-        _Batches(
-            source,
-            split,
-            negative_rate,
-            (seed, epoch),
-            pad_events,
-            id_dropout or {},
-            history_dropout,
-            uniform_negatives,
-            rank,
-        ),
-        sampler=order,
+        _Batches(source, split, options),
+        sampler=_Order(source, split, options),
         batch_size=None,
         collate_fn=_as_is,
-        num_workers=num_workers,
-        prefetch_factor=prefetch if num_workers else None,
-        pin_memory=pin_memory,
+        num_workers=options.num_workers,
+        prefetch_factor=options.prefetch if options.num_workers else None,
+        pin_memory=options.pin_memory,
         worker_init_fn=_begin,
-        multiprocessing_context=_process_starter() if num_workers else None,
-        generator=torch.Generator().manual_seed(seed),
+        multiprocessing_context=_process_starter() if options.num_workers else None,
+        generator=torch.Generator().manual_seed(options.seed),
     )
 
 
@@ -163,97 +139,64 @@ def _process_starter() -> ForkServerContext:
 class _Batches(Dataset):
     """Maps an array of request numbers to their batch."""
 
-    def __init__(
-        self,
-        source: Source,
-        split: str,
-        negative_rate: float,
-        sampling_key: tuple[int, int],
-        pad_to: int,
-        id_dropout: Mapping[str, float],
-        history_dropout: float,
-        negatives: int,
-        rank: int,
-    ) -> None:
-        check_tables(id_dropout, source.spec)
+    def __init__(self, source: Source, split: str, options: LoaderOptions) -> None:
+        check_tables(options.id_dropout, source.spec)
         self.source = source
         self.split = split
-        self.negative_rate = negative_rate
-        self.sampling_key = sampling_key
-        self.pad_to = pad_to
-        self.id_dropout = {table: share for table, share in id_dropout.items() if share}
-        self.history_dropout = history_dropout
-        self.negatives = negatives
-        self.rank = rank
+        self.options = replace(options, dealer=None)  # which stays in this process
+        self.id_dropout = {table: share for table, share in options.id_dropout.items() if share}
+        self.sampling_key = (options.seed, options.epoch)
 
     def __getitem__(self, requests: np.ndarray) -> RequestBatch:
-        spec = self.source.spec
+        spec, options = self.source.spec, self.options
         batch = self._batch(requests)
-        if self.negatives:
+        if options.uniform_negatives:
             first = int(requests[0]) if requests.size else 0
-            key = (*self.sampling_key, first, self.rank)
-            batch = append_candidates(batch, uniform_items(spec, self.negatives, key))
+            key = (*self.sampling_key, first, options.rank)
+            batch = append_candidates(batch, uniform_items(spec, options.uniform_negatives, key))
         if requests.size == 0:
             return batch
-        return (pad_events(batch, spec, self.pad_to) if self.pad_to else batch).packed()
+        return (pad_events(batch, spec, options.pad_events) if options.pad_events else batch).packed()
 
     def _batch(self, requests: np.ndarray) -> RequestBatch:
         if requests.size == 0:
             return empty_batch(self.source.spec)
         batch = self.source.batch(self.split, requests)
-        if self.negative_rate < 1:
-            batch = sample_negatives(batch, self.negative_rate, *self.sampling_key)
+        if self.options.negative_rate < 1:
+            batch = sample_negatives(batch, self.options.negative_rate, *self.sampling_key)
             if batch.num_requests == 0:
                 return empty_batch(self.source.spec)
         if self.id_dropout:
             batch = drop_ids(batch, self.source.spec, self.id_dropout, *self.sampling_key)
-        if self.history_dropout:
-            batch = drop_histories(batch, self.history_dropout, *self.sampling_key)
+        if self.options.history_dropout:
+            batch = drop_histories(batch, self.options.history_dropout, *self.sampling_key)
         return batch
 
 
 class _Order(Sampler):
     """Request numbers of each of a rank's batches."""
 
-    def __init__(
-        self,
-        num_requests: int,
-        *,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        start: int,
-        shuffle_key: tuple[int, int] | None,
-        share: Callable[[np.ndarray], np.ndarray] | None = None,
-    ) -> None:
-        """`share`: this rank's requests of a whole global batch; None: an even, contiguous part."""
-        self.share = share
-        self.num_requests = num_requests
-        self.global_batch = batch_size * world_size
-        self.rank = rank
-        self.world_size = world_size
-        self.start = start
-        self.shuffle_key = shuffle_key
+    def __init__(self, source: Source, split: str, options: LoaderOptions) -> None:
+        self.source, self.split, self.options = source, split, options
+        self.num_requests = source.num_requests(split)
+        self.global_batch = options.batch_size * options.world_size
 
     def __len__(self) -> int:
-        return -(-max(self.num_requests - self.start, 0) // self.global_batch)
+        return -(-max(self.num_requests - self.options.start, 0) // self.global_batch)
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        order = None
-        if self.shuffle_key is not None:
-            order = np.random.default_rng(self.shuffle_key).permutation(self.num_requests)
-        for begin in range(self.start, self.num_requests, self.global_batch):
+        options, order = self.options, None
+        if options.shuffle and not self.source.shuffled:
+            order = np.random.default_rng((options.seed, options.epoch)).permutation(self.num_requests)
+        for begin in range(options.start, self.num_requests, self.global_batch):
             size = min(self.global_batch, self.num_requests - begin)
-            if self.share is not None and size == self.global_batch:
-                everyone = np.arange(begin, begin + size)
-                yield self.share(everyone if order is None else order[everyone])
+            if options.dealer is not None and size == self.global_batch:
+                whole = np.arange(begin, begin + size)
+                requests = whole if order is None else order[whole]
+                yield requests[options.dealer.share(self.source.lengths(self.split, requests), options.rank)]
                 continue
-            first, end = (begin + share * size // self.world_size for share in (self.rank, self.rank + 1))
+            first, end = (begin + share * size // options.world_size for share in (options.rank, options.rank + 1))
             yield np.arange(first, end) if order is None else order[first:end]
-
-
-def _dealt(dealer: Dealer, source: Source, split: str, rank: int, requests: np.ndarray) -> np.ndarray:
-    return requests[dealer.share(source.lengths(split, requests), rank)]
 
 
 def _as_is(batch: Any) -> Any:

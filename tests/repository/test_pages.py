@@ -1,4 +1,4 @@
-"""The page of failures is what the marks of the tests say."""
+"""Pages and pictures that scripts write are those that the scripts would write."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tools import reliability
+from tools import pictures, reliability
 
 
-def test_the_page_is_current() -> None:
-    page = reliability.page()
-    assert reliability.PAGE.read_text(encoding="utf-8") == page, "run: python tools/reliability.py"
-    assert page.count("| `test_") > 20
+def test_pages_and_pictures_are_current() -> None:
+    drawn = {pictures.FOLDER / f"{name}.svg": draw().svg() for name, draw in pictures.PICTURES.items()}
+    for path, text in (drawn | {reliability.PAGE: reliability.page()}).items():
+        assert path.read_text(encoding="utf-8") == text, f"{path}: run python tools/reliability.py, tools/pictures.py"
+    assert {*pictures.FOLDER.glob("*.svg")} == {*drawn}
 
 
 def test_marks_become_rows_in_order(tmp_path: Path) -> None:

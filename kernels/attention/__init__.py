@@ -73,7 +73,8 @@ def jagged_attention(
     - `window`, w or (left, right): i - left <= j <= i + right, None or -1 on a side for no limit;
     - `block_size`: i // block_size == j // block_size.
 
-    A query that sees no key gives zeros, with zero gradients. Added to scaled scores, with gradients of the tables:
+    Masks are top-left; FlashAttention's are bottom-right. A query that sees no key gives zeros, with zero gradients.
+    Added to scaled scores, with gradients of the tables:
 
     - `position_bias` [H, 2 P + 1]: column clamp(j - i, -P, P) + P;
     - `time_bias` [H, T]: column `time_bucket(q_times[i] - k_times[j], T, time_bucket_width)`, for `q_times` [Nq] and

@@ -178,8 +178,9 @@ class MetricSet:
         if dist.is_initialized():
             values, group = gather_rows(values), gather_rows(group)
         of_tasks = []
-        for row in zip(*(column.unbind(dim=1) for column in values.chunk(3, dim=1)), strict=True):
-            by_impressions, unweighted = gauc_means(*row, group)
+        for scores, labels, weights in zip(*(column.unbind(dim=1) for column in values.chunk(3, dim=1)), strict=True):
+            row = scores, labels, weights
+            by_impressions, unweighted = gauc_means(scores, labels, weights, group)
             found = {"auc": auc(*row), "auprc": auprc(*row), "gauc": by_impressions, "gauc_unweighted": unweighted}
             found["ne_recalibrated"] = recalibrated_log_loss(*row)  # `compute` divides by the entropy
             of_tasks.append(found | {name: self._own(name, row, group) for name in self.own})

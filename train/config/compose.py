@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from modules.config import check_options, without_retired
+from modules.config import check_options, of_earlier
 from modules.models import CONFIGS, CustomConfig
 from train.config import environment
 from train.config.numbers import check_numbers
@@ -51,7 +51,7 @@ def from_dict(saved: dict[str, Any], overrides: list[str]) -> Config:
     schema.model = OmegaConf.structured(CONFIGS.get(saved["model"]["name"], CustomConfig))
     schema.data = OmegaConf.structured(sources[saved["data"]["name"]])
     kinds = {"model": CONFIGS.get(saved["model"]["name"], CustomConfig), "optimizer": OptimizerConfig}
-    saved = saved | {group: without_retired(kind, saved.get(group) or {}) for group, kind in kinds.items()}
+    saved = saved | {group: of_earlier(kind, saved.get(group) or {}) for group, kind in kinds.items()}
     if saved["data"]["name"] == "events":
         saved = saved | {"data": {"statistics": "none"} | saved["data"]}  # which a run of an earlier version had not
     try:

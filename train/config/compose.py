@@ -14,7 +14,7 @@ from modules.models import CONFIGS, CustomConfig
 from train.config import environment
 from train.config.numbers import check_numbers
 from train.config.overrides import unknown
-from train.config.schema import SOURCES, Config, EventsConfig, OptimizerConfig, SyntheticConfig
+from train.config.schema import SOURCES, Config, OptimizerConfig, SyntheticConfig
 from train.config.secrets import refuse_secrets
 from train.loss import task_loss
 
@@ -70,8 +70,7 @@ def _say_labels(config: Config) -> None:
     """Of losses of one's own: of 0 and 1, unless the data say that the task's labels are real numbers."""
     for task, chosen in config.tasks.items():
         if isinstance(chosen, dict) and "." in str(chosen.get("loss")):
-            real = isinstance(config.data, EventsConfig) and task in config.data.real_labels
-            chosen.setdefault("of", "real" if real else "binary")
+            chosen.setdefault("of", "real" if config.data.has_real_labels(task) else "binary")
 
 
 def validate(config: Config) -> None:

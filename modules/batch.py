@@ -347,7 +347,10 @@ def _per_request(features: KeyedJaggedTensor, rows: int, offsets: Tensor) -> Ten
 def _of_parts(parts: Sequence[Any]) -> RequestBatch:
     """The inverse of `RequestBatch._parts`."""
     own = len(fields(RequestBatch)) - 1
-    return RequestBatch(*parts[:own], vendors=Vendors(*parts[own:]) if parts[own:] else None)
+    batch = RequestBatch(*parts[:own])
+    if parts[own:]:
+        batch.vendors = Vendors(*parts[own:])
+    return batch
 
 
 def _unpickled(*reduced: Any) -> RequestBatch:

@@ -98,7 +98,7 @@ def from_saved(kind: type[Any], saved: Mapping[str, Any], path: str) -> Any:
 
     ValueError that names the key below `path` for one that `kind` does not have.
     """
-    saved = without_retired(kind, saved)
+    saved = of_earlier(kind, saved)
     types = get_type_hints(kind)
     known = [field.name for field in dataclasses.fields(kind)]
     if unknown := sorted(set(saved) - set(known)):
@@ -106,10 +106,15 @@ def from_saved(kind: type[Any], saved: Mapping[str, Any], path: str) -> Any:
     return kind(**{name: _restored(types[name], value, f"{path}.{name}") for name, value in saved.items()})
 
 
-def without_retired(kind: type[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """`saved` without the keys of earlier versions that have the value at which they change nothing, `kind.retired`."""
-    retired = getattr(kind, "retired", {})
-    return {key: value for key, value in saved.items() if key not in retired or retired[key] != value}
+def of_earlier(kind: type[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """`saved`, also by an earlier version: without the keys of `kind.retired` that have the value at which they change
+    nothing, and with those of `kind.moved`, by their old names, in the sections where they are now."""
+    retired, moved = getattr(kind, "retired", {}), getattr(kind, "moved", {})
+    kept = {key: value for key, value in saved.items() if key not in retired or retired[key] != value}
+    for key in moved.keys() & kept.keys():
+        section, name = moved[key].split(".")
+        kept[section] = {name: kept.pop(key)} | kept.get(section, {})
+    return kept
 
 
 def _restored(kind: Any, value: Any, path: str) -> Any:
@@ -185,6 +190,7 @@ class ModelConfig(TokenConfig):
     embedding_dropout: float = option(0.0, below=1, example=0.1)  # of the elements of looked-up rows
 
     retired: ClassVar[dict[str, Any]] = {}  # keys of earlier versions, each with the value that is still what happens
+    moved: ClassVar[dict[str, str]] = {}  # and where others are now
 
     def check(self) -> None:
         """Rules across fields. ValueError that names the key below `model` and a value that works."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from kernels.core.offsets import scaled_offsets
 from kernels.jagged import jagged_dense_bmm
 from kernels.tokens import EPSILON
 from modules.broadcast import CandidateRows, request_part
+from modules.config import option
 from modules.core.side_stream import SideStream
 from modules.interaction import DotInteraction, inner_products, products_across
 from modules.lce import LCE, compress_together
@@ -19,6 +21,25 @@ from modules.mlp import MLP, SharedLinear
 from modules.norms import rms_norm
 
 MACHINES = ("optimised", "plain", "attentive")
+
+
+@dataclass
+class WukongConfig:
+    """Options of a layer's machine, see `WukongLayer`, as a configuration has them."""
+
+    machine: str = option("optimised", choices=MACHINES)  # products X (X^T Y) | X X^T | with a Y of each candidate
+    rank: int = option(8, least=1)  # columns of Y
+    num_compressed: int = option(4, least=1)  # attentive: mixtures of tokens that Y is made from
+    attention_hidden: list[int] = option([64], least=1)  # attentive: of the MLP that makes Y
+
+    def machine_options(self) -> dict[str, Any]:
+        """What `WukongLayer` takes of them."""
+        return {each.name: getattr(self, each.name) for each in fields(WukongConfig)}
+
+
+def in_section(section: str = "wukong") -> dict[str, str]:
+    """Where keys of earlier versions, which stood beside those of the model, are now: for `ModelConfig.moved`."""
+    return {each.name: f"{section}.{each.name}" for each in fields(WukongConfig)}
 
 
 class WukongLayer(nn.Module):

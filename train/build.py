@@ -100,8 +100,7 @@ def build(config: Config, world: World) -> Job:
     source = build_source(config.data, world.by_first)
     length.settle(config, source.num_requests("train"), source.num_requests("valid") > 0, world.size)
     if world.is_first:
-        dated = not isinstance(config.data, EventsConfig) or config.data.time is not None
-        splits, features = summarise(source, dated)
+        splits, features = summarise(source, config.data.dated)
         log.info("data: %s\n%s", config.data.name, splits)
         log.debug("features:\n%s", features)
     losses = TaskLosses(config.tasks, source.spec.tasks)

@@ -22,7 +22,7 @@ from train.checkpoint import warm_start
 from train.checkpoint.progress import Progress
 from train.checkpoint.save import Checkpointer
 from train.config.environment import to_saved
-from train.config.schema import Config, EventsConfig
+from train.config.schema import Config
 from train.data import following
 from train.data.following import Follower
 from train.data.loading.dealing import Cost, Dealer
@@ -79,7 +79,7 @@ class Trainer:
         self.global_batch = config.data.batch_size * world.size
         self.progress = Progress()
         self.follower: Follower | None = None
-        if isinstance(config.data, EventsConfig) and config.data.follow_wait:
+        if config.data.is_open:
             self.follower = Follower(config, world, self.run_dir, self.source)
             self.progress.parts = self.follower.begin()
         self.total_steps = self._last_step()

@@ -17,7 +17,7 @@ from modules.embedding import Tokens
 from modules.mlp import TaskHeads
 from modules.models.ranking import RequestVectors
 from modules.norms import rms_norm
-from modules.wukong import MACHINES, WukongLayer
+from modules.wukong import WukongConfig, WukongLayer
 
 
 class Wukong(RequestVectors, nn.Module):
@@ -31,15 +31,11 @@ class Wukong(RequestVectors, nn.Module):
     takes_vendors = True
 
     @dataclass(kw_only=True)
-    class Config(StackConfig):
+    class Config(StackConfig, WukongConfig):
         name: str = "wukong"
         num_fmb: int = option(8, least=1)  # tokens that a layer's factorisation machine makes
         num_lcb: int = option(8, least=1)  # tokens that its linear compression makes
-        machine: str = option("optimised", choices=MACHINES)  # products X (X^T Y) | X X^T | with a Y of each candidate
-        rank: int = option(8, least=1)  # columns of Y
         hidden: list[int] = option([128], least=1)  # of the machine's MLP
-        num_compressed: int = option(4, least=1)  # attentive: mixtures of tokens that Y is made from
-        attention_hidden: list[int] = option([64], least=1)  # attentive: of the MLP that makes Y
         head_hidden: list[int] = option([128, 64], least=1)
 
         usual_layers: ClassVar[int] = 3  # each squares the order of interactions
@@ -57,14 +53,11 @@ class Wukong(RequestVectors, nn.Module):
                     config.dim,
                     num_fmb=own.num_fmb,
                     num_lcb=own.num_lcb,
-                    rank=own.rank,
                     hidden=own.hidden,
                     dropout=own.dropout,
                     num_request=0 if layers else num_request,
                     max_candidates=spec.max_candidates,
-                    machine=own.machine,
-                    num_compressed=own.num_compressed,
-                    attention_hidden=own.attention_hidden,
+                    **own.machine_options(),
                 )
             )
         self.layers = cast("Sequence[WukongLayer]", nn.ModuleList(layers))

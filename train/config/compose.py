@@ -9,12 +9,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from modules.config import check_options, without_retired
+from modules.config import check_options, of_earlier
 from modules.models import CONFIGS, CustomConfig
 from train.config import environment
 from train.config.numbers import check_numbers
 from train.config.overrides import unknown
-from train.config.schema import SOURCES, Config, EventsConfig, OptimizerConfig, SyntheticConfig
+from train.config.schema import SOURCES, Config, OptimizerConfig, SyntheticConfig
 from train.config.secrets import refuse_secrets
 from train.loss import task_loss
 
@@ -51,7 +51,7 @@ def from_dict(saved: dict[str, Any], overrides: list[str]) -> Config:
     schema.model = OmegaConf.structured(CONFIGS.get(saved["model"]["name"], CustomConfig))
     schema.data = OmegaConf.structured(sources[saved["data"]["name"]])
     kinds = {"model": CONFIGS.get(saved["model"]["name"], CustomConfig), "optimizer": OptimizerConfig}
-    saved = saved | {group: without_retired(kind, saved.get(group) or {}) for group, kind in kinds.items()}
+    saved = saved | {group: of_earlier(kind, saved.get(group) or {}) for group, kind in kinds.items()}
     if saved["data"]["name"] == "events":
         saved = saved | {"data": {"statistics": "none"} | saved["data"]}  # which a run of an earlier version had not
     try:
@@ -70,8 +70,7 @@ def _say_labels(config: Config) -> None:
     """Of losses of one's own: of 0 and 1, unless the data say that the task's labels are real numbers."""
     for task, chosen in config.tasks.items():
         if isinstance(chosen, dict) and "." in str(chosen.get("loss")):
-            real = isinstance(config.data, EventsConfig) and task in config.data.real_labels
-            chosen.setdefault("of", "real" if real else "binary")
+            chosen.setdefault("of", "real" if config.data.has_real_labels(task) else "binary")
 
 
 def validate(config: Config) -> None:

@@ -55,6 +55,21 @@ class DataConfig:
     history_dropout: float = option(0.0, below=1, example=0.1)
     pad_events: int = 0  # fill each event type of a training batch up to a multiple of this, for CUDA graphs; 0: not
 
+    sizes_run: ClassVar[bool] = False  # the size of its data decides the length of a run whose keys leave it open
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a run goes on with data that come while it lasts."""
+        return False
+
+    @property
+    def dated(self) -> bool:
+        return True
+
+    def has_real_labels(self, task: str) -> bool:
+        """Whether a task's labels are numbers other than 0 and 1."""
+        return False
+
 
 @dataclass
 class MovieLensConfig(DataConfig):
@@ -202,6 +217,19 @@ class EventsConfig(DataConfig):
     as_of: str | None = None  # labels known or final after this time are missing; absent: the newest time in the files
     # feature that rows have and requests do not, as the position -> its value in validation, test and scoring
     display: dict[str, Any] = field(default_factory=dict)
+
+    sizes_run: ClassVar[bool] = True
+
+    @property
+    def is_open(self) -> bool:
+        return self.follow_wait > 0
+
+    @property
+    def dated(self) -> bool:
+        return self.time is not None
+
+    def has_real_labels(self, task: str) -> bool:
+        return task in self.real_labels
 
 
 @dataclass

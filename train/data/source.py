@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -67,6 +67,14 @@ class Source(Protocol):
         """Share of training candidates without a number or an observed label, by numeric column and task."""
         ...
 
+    def statistics(self) -> dict[str, dict[str, Any]]:
+        """What is counted of earlier rows, by the name of each statistic."""
+        ...
+
+    def check(self) -> None:
+        """RuntimeError if the data have changed since this process began to read them."""
+        ...
+
     def locate(self, row: int) -> str:
         """Where a `RequestBatch.row` comes from, for error messages: file and row."""
         ...
@@ -100,6 +108,9 @@ class PreparedSource:
 
     def keep_mapping(self, run_dir: Path) -> None:
         mapping.keep(self.folder, self.meta, run_dir)
+
+    def statistics(self) -> dict[str, dict[str, Any]]:
+        return self.meta["statistics"]
 
     def check(self) -> None:
         """RuntimeError if the prepared data was cut short since this process mapped it."""

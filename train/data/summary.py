@@ -9,7 +9,7 @@ from torch import Tensor
 
 from modules.batch import UNKNOWN_ID, RequestBatch
 from train.data.requests import SPLITS
-from train.data.source import PreparedSource, Source
+from train.data.source import Source
 
 SAMPLE = 256
 """Requests of a split, evenly spread, whose features are looked at."""
@@ -37,7 +37,7 @@ def summarise(source: Source, dated: bool = True) -> tuple[str, str]:
         if shares := [text for name, text in lacking.items() if name in names]:
             lines.append(f"training rows without a {kind}: {', '.join(shares)}")
 
-    counted = source.meta["statistics"] if isinstance(source, PreparedSource) else {}
+    counted = source.statistics()
     if keys := dict.fromkeys(" x ".join(each["by"]) for each in counted.values()):
         lines.append(f"statistics of earlier rows, by {', '.join(keys)} (data.statistics=none: without)")
 

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -160,6 +161,12 @@ class SyntheticSource:
 
     def label_rates(self) -> dict[str, float]:
         return self._label_rates
+
+    def statistics(self) -> dict[str, dict[str, Any]]:
+        return {}
+
+    def check(self) -> None:
+        """Nothing is read that could change."""
 
     def missing(self) -> dict[str, float]:
         return {}

@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from train.config.schema import Config, EventsConfig
+from train.config.schema import Config
 from train.process.distributed import World
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def settle(config: Config, requests: int, validated: bool, ranks: int = 1) -> No
     `requests`: of the training split; `validated`: whether the validation split has any.
     """
     opened = [key for key in KEYS if _get(config, key) is None]
-    if not isinstance(config.data, EventsConfig):
+    if not config.data.sizes_run:
         for key in opened:
             _set(config, key, FIXED[key])
         return
@@ -74,8 +74,7 @@ def check(config: Config, steps: int, validated: bool, log_it: bool) -> None:
             f"runtime.early_stop={runtime.early_stop} needs validations and the validation split is empty; use "
             "runtime.early_stop=0, or e.g. data.split=[0.8,0.1,0.1]"
         )
-    is_open = isinstance(config.data, EventsConfig) and config.data.follow_wait > 0  # files may come that lengthen it
-    if log_it and optimizer.warmup_steps > steps // optimizer.accumulate and not is_open:
+    if log_it and optimizer.warmup_steps > steps // optimizer.accumulate and not config.data.is_open:
         log.warning(
             "the run ends at dense step %s, before the learning rate has reached its peak; to reach it, lower "
             "optimizer.warmup_steps=%s",

@@ -27,7 +27,7 @@ from modules.norms import rms_norm
 from modules.pyramid import PyramidLevel, coarser
 from modules.rotary import Rotation, from_end, rotation
 from modules.target_attention import TargetAttention
-from modules.wukong import MACHINES, WukongLayer
+from modules.wukong import WukongConfig, WukongLayer, in_section
 
 
 @dataclass(kw_only=True)
@@ -43,17 +43,15 @@ class GEMConfig(StackConfig):
     num_target: int = option(2, least=1)  # tokens in which a candidate attends to the finest level
     num_fmb: int = option(8, least=1)
     num_lcb: int = option(8, least=1)
-    machine: str = option("optimised", choices=MACHINES)  # see Wukong's configuration
-    rank: int = option(8, least=1)
+    wukong: WukongConfig = field(default_factory=WukongConfig)
     interaction_hidden: list[int] = option([128], least=1)  # of the machines' MLPs
-    num_compressed: int = option(4, least=1)  # attentive
-    attention_hidden: list[int] = option([64], least=1)  # attentive
     cross_layer: bool = True  # layers attend to the tokens of all earlier ones
     domain_feature: str = ""  # categorical feature of the request whose value says which heads score; "": one domain
     head_hidden: list[int] = option([128, 64], least=1)
 
     shared: ClassVar[frozenset[str]] = frozenset({"levels", "domain_feature", "head_hidden"})
     retired: ClassVar[dict[str, Any]] = {"level_gdpa": vars(GDPAConfig())}
+    moved: ClassVar[dict[str, str]] = in_section()
 
     def check_layer(self) -> None:
         if self.dim % (2 * self.num_heads):
@@ -122,14 +120,11 @@ class GEMLayer(nn.Module):
             config.dim,
             num_fmb=config.num_fmb,
             num_lcb=config.num_lcb,
-            rank=config.rank,
             hidden=config.interaction_hidden,
             dropout=config.dropout,
             num_request=of_request + self.num_summaries + of_vendor,
             max_candidates=spec.max_candidates,
-            machine=config.machine,
-            num_compressed=config.num_compressed,
-            attention_hidden=config.attention_hidden,
+            **config.wukong.machine_options(),
         )
         attends = config.cross_layer and not first
         self.cross = CrossLayerAttention(config.dim, config.num_heads) if attends else None

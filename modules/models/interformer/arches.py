@@ -28,7 +28,7 @@ from modules.moe import MoE
 from modules.norms import add_rms_norm, rms_norm, row_norm
 from modules.pooling import PMA
 from modules.rotary import Rotation
-from modules.wukong import WukongLayer
+from modules.wukong import WukongConfig, WukongLayer
 
 GATES = {"identity": nn.Identity, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
 
@@ -151,6 +151,13 @@ class SequenceSummary(nn.Module):
         return self.gating(tokens.ends), self.gating(pooled)
 
 
+@dataclass
+class WukongStackConfig(WukongConfig):
+    num_layers: int = option(2, least=1)  # each squares the order of interactions
+    num_fmb: int = option(4, least=1)  # tokens that a layer's factorisation machine makes
+    num_lcb: int = option(4, least=1)  # tokens that its linear compression makes
+
+
 class InteractionArch(nn.Module):
     """X + MLP(Interaction([X | S_sum])) for n tokens X of each candidate; the MLP restores the n tokens.
 
@@ -163,10 +170,7 @@ class InteractionArch(nn.Module):
     class Config(TokenConfig):
         interaction: str = option("dhen", choices=["dhen", "wukong"])  # inner products and a cross layer | machines
         dcn_rank: int = 32
-        wukong_layers: int = option(2, least=1)  # each squares the order of interactions
-        wukong_fmb: int = option(4, least=1)  # tokens that a layer's factorisation machine makes
-        wukong_lcb: int = option(4, least=1)  # tokens that its linear compression makes
-        wukong_rank: int = option(8, least=1)  # columns of Y in the machine's X (X^T Y)
+        wukong: WukongStackConfig = field(default_factory=WukongStackConfig)
         interaction_hidden: list[int] = option([128], least=1)  # the MLP that restores n x d tokens
 
     def __init__(
@@ -187,19 +191,16 @@ class InteractionArch(nn.Module):
         num_of_request = num_request_summary + num_request  # of a request, to the first layer
         first: dict[str, Any] = {"num_request": num_of_request, "max_candidates": max_candidates}
         layers: list[DHENLayer | WukongLayer] = []
-        for index in range(1 if config.interaction == "dhen" else config.wukong_layers):
+        wukong = config.wukong
+        for index in range(1 if config.interaction == "dhen" else wukong.num_layers):
             options = common | ({} if index else first)
             num_of_candidate = mixed if index else mixed - num_of_request
             if config.interaction == "dhen":
                 layers.append(DHENLayer(num_of_candidate, dim, rank=config.dcn_rank, **options))
             else:
-                num_fmb, num_lcb = config.wukong_fmb, config.wukong_lcb
-                layers.append(
-                    WukongLayer(
-                        num_of_candidate, dim, num_fmb=num_fmb, num_lcb=num_lcb, rank=config.wukong_rank, **options
-                    )
-                )
-                mixed = num_fmb + num_lcb
+                options |= {"num_fmb": wukong.num_fmb, "num_lcb": wukong.num_lcb} | wukong.machine_options()
+                layers.append(WukongLayer(num_of_candidate, dim, **options))
+                mixed = wukong.num_fmb + wukong.num_lcb
         # Named after its kind in checkpoints and in the globs of a precision.
         self.interaction = config.interaction
         self.add_module(config.interaction, nn.ModuleList(layers))

@@ -88,6 +88,12 @@ class InterFormer(RequestVectors, nn.Module):
 
         shared: ClassVar[frozenset[str]] = frozenset({"num_cls", "num_recent", "sequence_context", "head_hidden"})
         retired: ClassVar[dict[str, Any]] = {"dhen_layers": 1}
+        moved: ClassVar[dict[str, str]] = {
+            "wukong_layers": "wukong.num_layers",
+            "wukong_fmb": "wukong.num_fmb",
+            "wukong_lcb": "wukong.num_lcb",
+            "wukong_rank": "wukong.rank",
+        }
 
         def check_layer(self) -> None:
             if self.dim % (2 * self.num_heads):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from modules.config import StackConfig, layer_config, option, shown
 from modules.gdpa import GDPAConfig
-from modules.wukong import MACHINES
+from modules.wukong import WukongConfig, in_section
 
 INTERACTION = {
     "num_context",
@@ -17,11 +17,8 @@ INTERACTION = {
     "expert_layers",
     "expert_fmb",
     "expert_lcb",
-    "machine",
-    "rank",
+    "wukong",
     "interaction_hidden",
-    "num_compressed",
-    "attention_hidden",
 }
 """Keys of a layer that concern what mixes the event types, so none has them for itself."""
 
@@ -80,16 +77,14 @@ class KunlunConfig(StackConfig):
     expert_layers: int = option(1, least=1)
     expert_fmb: int = option(4, least=1)  # tokens that an expert's factorisation machine makes
     expert_lcb: int = option(4, least=1)  # tokens that its linear compression makes
-    machine: str = option("optimised", choices=MACHINES)  # products X (X^T Y) | X X^T | with a Y of each candidate
-    rank: int = option(8, least=1)  # columns of Y
+    wukong: WukongConfig = field(default_factory=WukongConfig)
     interaction_hidden: list[int] = option([128], least=1)  # of the machines' MLPs
-    num_compressed: int = option(4, least=1)  # attentive: mixtures of tokens that Y is made from
-    attention_hidden: list[int] = option([64], least=1)  # attentive: of the MLP that makes Y
     head_hidden: list[int] = option([128, 64], least=1)
 
     shared: ClassVar[frozenset[str]] = frozenset(
         {"rotation", "time_scale", "comp_skip", "event_stacks", "events", "head_hidden"}
     )
+    moved: ClassVar[dict[str, str]] = in_section()
 
     def check(self) -> None:
         if not self.time_scale > 0:

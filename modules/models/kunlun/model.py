@@ -65,12 +65,9 @@ class KunlunLayer(nn.Module):
             num_lcb=config.expert_lcb,
             num_request=num_summaries,
             max_candidates=max_candidates,
-            rank=config.rank,
             hidden=config.interaction_hidden,
             dropout=config.dropout,
-            machine=config.machine,
-            num_compressed=config.num_compressed,
-            attention_hidden=config.attention_hidden,
+            **config.wukong.machine_options(),
         )
         self.dim = config.dim
 

@@ -22,6 +22,7 @@ from modules.norms import rms_norm
 from modules.pyramid import PyramidLevel, coarser, pieces
 from modules.rotary import from_end, rotation
 from modules.target_attention import TargetAttention
+from modules.wukong import WukongConfig
 from tests.modules import padded
 from tests.modules.factories import random_batch, random_spec
 from train.commands.export import export_arch
@@ -29,7 +30,7 @@ from train.commands.export import export_arch
 DIM = 8
 SMALL: dict[str, Any] = {
     "dim": DIM,
-    "rank": 3,
+    "wukong": WukongConfig(rank=3),
     "interaction_hidden": [16],
     "head_hidden": [16],
     "pffn_hidden": 6,
@@ -119,7 +120,7 @@ def test_coarse_levels_see_what_the_window_of_the_finest_does_not() -> None:
 
 MIXED: list[dict[str, Any]] = [
     {"num_tokens": 3, "num_fmb": 5, "num_context": 3, "pffn_gdpa": {"out_scale": 0.5}},
-    {"window": 1, "num_target": 1, "machine": "optimised", "rank": 2, "pffn_hidden": 4},
+    {"window": 1, "num_target": 1, "wukong": {"machine": "optimised", "rank": 2}, "pffn_hidden": 4},
     {"cross_layer": False, "num_lcb": 3},
     {},
 ]
@@ -279,7 +280,10 @@ def test_positions_of_coarse_levels_count_pieces_from_the_newest() -> None:
     [
         ({"levels": [0]}, r"model.levels=\[0\] must be at least 1 each"),
         ({"num_heads": 3}, r"model.dim=8 must be a multiple of 2 \* model.num_heads=6"),
-        ({"machine": "fast"}, "model.machine=fast is not known; choose from optimised, plain, attentive"),
+        (
+            {"wukong": WukongConfig(machine="fast")},
+            "model.wukong.machine=fast is not known; choose from optimised",
+        ),
     ],
 )
 def test_wrong_fields_are_errors_that_name_the_key(changes: dict[str, Any], message: str) -> None:

@@ -18,14 +18,14 @@ from modules.models import build
 from modules.models.kunlun import EventConfig, Kunlun, KunlunConfig
 from modules.models.kunlun.config import stack_layers, works_of
 from modules.models.kunlun.stack import EventLayer, EventStack
-from modules.wukong import WukongExperts
+from modules.wukong import WukongConfig, WukongExperts
 from tests.modules import padded
 from tests.modules.factories import random_batch, random_spec
 
 DIM = 8
 SMALL: dict[str, Any] = {
     "dim": DIM,
-    "rank": 3,
+    "wukong": WukongConfig(rank=3),
     "interaction_hidden": [16],
     "head_hidden": [16],
     "pffn_hidden": 6,
@@ -374,8 +374,8 @@ def test_comp_skip_and_windows_save_what_flops_say() -> None:
             "model.events.event0: nothing reads what layer 1 computes",
         ),
         (
-            {"events": {"event0": EventConfig(layers=[{"machine": "plain"}, {}])}},
-            r"events\.event0\.layers\.0\.machine is no key of a layer; set model\.machine for all, or choose .*compute",
+            {"events": {"event0": EventConfig(layers=[{"wukong": {"machine": "plain"}}, {}])}},
+            r"events\.event0\.layers\.0\.wukong is no key of a layer; set model\.wukong for all, or choose .*compute",
         ),
         (
             {"events": {"event0": EventConfig(num_layers=2, layers=[{}])}},

@@ -31,12 +31,14 @@ from modules.models import build
 from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.gem import GEM
 from modules.models.interformer import InterFormer
+from modules.models.interformer.arches import WukongStackConfig
 from modules.models.kunlun import EventConfig, Kunlun
 from modules.models.onetrans import OneTransConfig
 from modules.models.token_mixing import TokenMixingConfig
 from modules.models.wukong import Wukong
 from modules.moe import MoE
 from modules.target_attention import TargetAttention
+from modules.wukong import WukongConfig
 from tests.modules.factories import random_batch, random_spec, vendor_spec
 
 SMALL: dict[str, Any] = {
@@ -46,11 +48,12 @@ SMALL: dict[str, Any] = {
     "feed_forward_dim": 16,
     "dcn_rank": 4,
 }
+ATTENTIVE = WukongConfig(rank=3, machine="attentive")
 MOE = {"num_experts": 4, "top_k": 2, "expert_dim": 8}
 WUKONG: dict[str, Any] = {"dim": 8, "rank": 3, "hidden": [16], "head_hidden": [16], "num_fmb": 4, "num_lcb": 4}
 GEM_SMALL: dict[str, Any] = {
     "dim": 8,
-    "rank": 3,
+    "wukong": WukongConfig(rank=3),
     "num_fmb": 4,
     "num_lcb": 4,
     "interaction_hidden": [16],
@@ -60,7 +63,7 @@ GEM_SMALL: dict[str, Any] = {
 }
 KUNLUN: dict[str, Any] = {
     "dim": 8,
-    "rank": 3,
+    "wukong": WukongConfig(rank=3),
     "interaction_hidden": [16],
     "head_hidden": [16],
     "pffn_hidden": 8,
@@ -84,10 +87,12 @@ VARIANTS: dict[str, Any] = {
     "interformer-moe": InterFormer.Config(**SMALL, feed_forward="moe", moe=MoE.Config(**MOE), num_layers=1),
     "interformer-layers": InterFormer.Config(
         **SMALL,
-        layers=[{"num_heads": 1, "pffn": "gdpa", "pffn_hidden": 8}, {"interaction": "wukong", "wukong_rank": 3}],
+        layers=[{"num_heads": 1, "pffn": "gdpa", "pffn_hidden": 8}, {"interaction": "wukong", "wukong": {"rank": 3}}],
     ),
     "interformer-gdpa": InterFormer.Config(**SMALL, pffn="gdpa", pffn_hidden=8, sequence_attention="gdpa"),
-    "interformer-wukong": InterFormer.Config(**SMALL, interaction="wukong", wukong_rank=3, num_layers=1),
+    "interformer-wukong": InterFormer.Config(
+        **SMALL, interaction="wukong", wukong=WukongStackConfig(rank=3), num_layers=1
+    ),
     "din": DIN.Config(dim=8, attention_hidden=[8], hidden=[16]),
     "dcnv2": DCNv2.Config(dim=8, rank=4, hidden=[16]),
     "dlrm": DLRM.Config(dim=8, bottom_hidden=[8], top_hidden=[16]),
@@ -101,14 +106,16 @@ VARIANTS: dict[str, Any] = {
     "gem-layers": GEM.Config(
         **GEM_SMALL,
         layers=[
-            {"num_heads": 1, "num_tokens": 3, "num_context": 3, "machine": "attentive"},
+            {"num_heads": 1, "num_tokens": 3, "num_context": 3, "wukong": {"machine": "attentive"}},
             {"window": 1, "num_target": 1, "num_fmb": 3, "pffn_gdpa": {"activation": "silu"}},
             {"cross_layer": False, "pffn_hidden": 4},
         ],
     ),
-    "gem-deep": GEM.Config(**GEM_SMALL, num_layers=3, machine="attentive", levels=[]),
+    "gem-deep": GEM.Config(**GEM_SMALL | {"wukong": ATTENTIVE}, num_layers=3, levels=[]),
     "kunlun": Kunlun.Config(**KUNLUN),
-    "kunlun-all-in-each": Kunlun.Config(**KUNLUN, comp_skip=False, shared_kv=False, machine="attentive", num_layers=1),
+    "kunlun-all-in-each": Kunlun.Config(
+        **KUNLUN | {"wukong": ATTENTIVE}, comp_skip=False, shared_kv=False, num_layers=1
+    ),
     "kunlun-merged": Kunlun.Config(
         **KUNLUN | {"window": 0}, event_stacks="merged", num_layers=3, pooling="pma", rotation="position"
     ),
@@ -116,7 +123,7 @@ VARIANTS: dict[str, Any] = {
         **KUNLUN,
         layers=[
             {"compute": ["attention", "pooling"], "num_target": 3, "num_heads": 1},
-            {"compute": ["pffn", "attention"], "num_context": 3, "num_experts": 3, "machine": "attentive"},
+            {"compute": ["pffn", "attention"], "num_context": 3, "num_experts": 3, "wukong": {"machine": "attentive"}},
             {"compute": ["pffn"], "pffn": "linear", "num_summary": 4},
             {"window": 1, "num_target": 0, "pooling": "pma", "shared_kv": False, "compute": ["attention", "pooling"]},
         ],

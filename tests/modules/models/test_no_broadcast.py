@@ -22,18 +22,19 @@ from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.gem import GEM
 from modules.models.hstu import HSTU
 from modules.models.interformer import InterFormer
+from modules.models.interformer.arches import WukongStackConfig
 from modules.models.kunlun import Kunlun
 from modules.models.sasrec import SASRec
 from modules.models.sequential import SequentialConfig
 from modules.models.wukong import Wukong
 from modules.wukong import MACHINES
 from tests.modules.factories import random_batch, random_spec, vendor_spec
-from tests.modules.models.test_models import GEM_SMALL, KUNLUN, SMALL, VARIANTS
+from tests.modules.models.test_models import ATTENTIVE, GEM_SMALL, KUNLUN, SMALL, VARIANTS
 from tests.modules.models.test_models import WUKONG as WUKONG_MODEL
 from tests.modules.models.test_sequential import SPEC
 
 # As many tokens out of the first layer as into it, so that the shared ones are added to the result themselves.
-WUKONG = {"interaction": "wukong", "wukong_fmb": 8, "wukong_lcb": 5}
+WUKONG = {"interaction": "wukong", "wukong": WukongStackConfig(num_fmb=8, num_lcb=5)}
 LATER = ("mixing-add", "mixing-revert", "mixing-newest", "mixing-heads", "mixing-attention", "onetrans-pyramid")
 CANDIDATES = (4, 0, 3, 4)  # together a number that no other size is
 
@@ -134,7 +135,7 @@ def test_interformer_copies_no_request_to_its_candidates(options: dict[str, Any]
     [
         *(Wukong.Config(**WUKONG_MODEL, machine=machine) for machine in MACHINES),
         Kunlun.Config(**KUNLUN),
-        Kunlun.Config(**KUNLUN, comp_skip=False, shared_kv=False, machine="attentive", num_layers=3),
+        Kunlun.Config(**KUNLUN | {"wukong": ATTENTIVE}, comp_skip=False, shared_kv=False, num_layers=3),
         GEM.Config(**GEM_SMALL, num_layers=3),
         *(VARIANTS[name] for name in LATER),
     ],

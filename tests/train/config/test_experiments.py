@@ -70,6 +70,8 @@ def test_a_run_resumes_from_a_checkpoint_that_is_older_than_some_keys(tmp_path: 
     current = json.loads(json.dumps(config))
     del config["model"]["interaction"], config["model"]["moe"]["force_balance"]
     config["model"]["dhen_layers"], config["optimizer"]["decay_share"] = 1, 0.2  # keys of before, as they now are fixed
+    del config["model"]["wukong"]["rank"]
+    config["model"]["wukong_rank"] = current["model"]["wukong"]["rank"] = 3  # a key that has moved
     (tmp_path / "meta.json").write_text(json.dumps({"config": config, "progress": {}, "data_fingerprint": ""}))
     checkpoint.check_config(tmp_path, current)
     current["model"]["interaction"] = "wukong"

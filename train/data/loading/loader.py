@@ -22,7 +22,7 @@ from train.data.batch import append_candidates, empty_batch, pad_events
 from train.data.loading.dealing import Dealer
 from train.data.loading.dropout import check_tables, drop_histories, drop_ids
 from train.data.loading.sampling import sample_negatives, uniform_items
-from train.data.source import PreparedSource, Source
+from train.data.source import Source
 from train.process.preemption import shield
 from train.process.quiet import quieten
 from train.process.signals import SIGNALS
@@ -98,9 +98,8 @@ class _Loader(DataLoader):
                 "use fewer, e.g. data.num_workers=2"
             ) from error
         except RuntimeError:
-            source = self.dataset.source  # type: ignore[attr-defined]
-            if isinstance(source, PreparedSource):  # a worker was killed in the moment in which its data was cut short
-                source.check()
+            # A worker is killed in the moment in which its data is cut short.
+            self.dataset.source.check()  # type: ignore[attr-defined]
             raise
 
 

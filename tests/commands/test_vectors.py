@@ -32,7 +32,7 @@ WIDTH = 2 * DIM  # of a DLRM's requests: the user's token and the mean of the hi
 def overrides(folder: Path, files: str = "rows.parquet") -> list[str]:
     return [
         f"data.root={folder}", f"data.cache_dir={folder}/cache", f"data.files=[{files}]", "data.request=visit",
-        "+data.histories={seen: {fields: [item]}}", "data.batch_size=16", "runtime.steps=2",
+        "+data.histories={seen: {fields: [item]}}", "data.batch_size=16", "runtime.steps=2", "data.statistics=none",
     ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from train.process.places import CONFIGS, PREFIX, ROOT
+from train.config.places import CONFIGS, PREFIX, ROOT
 
 LAUNCHER = ROOT / "launch" / "torchrun.sh"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch.hosts import main
-from train.process.places import ROOT
+from train.config.places import ROOT
 from train.process.signals import STATUS
 
 # In place of launch/torchrun.sh: says what it got, and does on each host what PLAY tells.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tools.k8s_schemas import SCHEMAS, documents
-from train.process.places import ROOT
+from train.config.places import ROOT
 from train.process.signals import STATUS
 
 MANIFESTS = documents()

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import tomllib
 
-from train.process.places import ROOT
+from train.config.places import ROOT
 
 
 def instructions() -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tools import wheel
-from train.process.places import ROOT, name_here
+from train.config.places import ROOT, name_here
 
 PACKAGES = ("kernels", "launch", "modules", "train")
 

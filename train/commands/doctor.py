@@ -20,8 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from train.config.places import CONFIGS, PREFIX, ROOT
 from train.process import errors
-from train.process.places import CONFIGS, PREFIX, ROOT
 
 PIP = f"{sys.executable} -m pip"
 OK, WARN, FAIL = "ok", "warn", "FAIL"

@@ -28,9 +28,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from train.config import environment, written
 from train.config.overrides import closest, unknown
+from train.config.places import CONFIGS
 from train.config.schema import register_schema
 from train.config.secrets import refuse_secrets
-from train.process.places import CONFIGS
 
 MAIN = "train"
 SEARCHPATH = "hydra.searchpath"

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from train.process.places import PREFIX, ROOT
+from train.config.places import PREFIX, ROOT
 
 PACKAGES = tuple(f"{ROOT / name}{os.sep}" for name in ("kernels", "launch", "modules", "train"))
 

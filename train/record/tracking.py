@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from tqdm import tqdm
 
+from train.config.places import PREFIX
 from train.config.schema import TrackingConfig
 from train.process.files import named
-from train.process.places import PREFIX
 from train.process.quiet import quieten
 from train.process.signals import STATUS
 

@@ -23,8 +23,8 @@ from modules.batch import FeatureSpec, RequestBatch
 from modules.embedding import Tokens
 from modules.models.scoring import Sequences, VendorInputs, scoring_inputs, vendor_inputs
 from modules.pretrained import PretrainedModel, is_importable, load_embedding, read_description
+from train.config.places import name_here
 from train.loss import TaskLosses
-from train.process.places import name_here
 from train.speedup.replay import Replay
 
 ABOUT = "export.json"

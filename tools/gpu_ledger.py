@@ -120,7 +120,9 @@ def run(family: str, about: Row, earlier: Row, options: argparse.Namespace, ends
         command = f"-m pytest -p tools.gpu_ledger -p no:cacheprovider -q -m gpu --tb=short -n {options.workers}"
         command += f" --timeout {options.seconds:g} --max-worker-restart {MOST_HANGS} --continue-on-collection-errors"
         command = [sys.executable, *command.split(), *files_of(options.tests[family])]
-        settings = os.environ | {RESULTS: str(results), LEFT_OUT: str(left_out), "OMP_NUM_THREADS": "2"}
+        # Inside of a worker of another pytest, this one would take itself for a worker.
+        settings = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+        settings |= {RESULTS: str(results), LEFT_OUT: str(left_out), "OMP_NUM_THREADS": "2"}
         process = subprocess.Popen(command, cwd=ROOT, env=settings, start_new_session=True)
         size, grown = -1, time.monotonic()
         try:

@@ -109,6 +109,7 @@ def test_without_a_gpu():
 
 
 def test_a_run_notes_what_passed_and_names_the_kernel_that_hangs(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # names of tests begin here, wherever the checkout is
     (tmp_path / "test_fake.py").write_text(TESTS)
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_timeout_set_timer\n")
     ledger = tmp_path / "ledger.json"

@@ -36,8 +36,6 @@ OPTIONS: dict[str, Hashable] = {
     "positive_scale": True,
     "few_queries": False,
     "one_tile": False,
-    "long_rows": True,
-    "short_rows": False,
     "angles_learn": False,
     "angles": torch.float32,
     "weight": torch.float32,

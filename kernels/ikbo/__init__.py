@@ -3,18 +3,13 @@
 from kernels.ikbo.attention import joint_attention, nested_offsets, target_attention
 from kernels.ikbo.expand import expand_rows
 from kernels.ikbo.lce import linear_compression
-from kernels.ikbo.lce_float8 import Float8, float8_tokens, float8_weight, linear_compression_float8
 from kernels.ikbo.stacked import stacked_linear
 from kernels.ikbo.tree import tree_attention
 
 __all__ = [
-    "Float8",
     "expand_rows",
-    "float8_tokens",
-    "float8_weight",
     "joint_attention",
     "linear_compression",
-    "linear_compression_float8",
     "nested_offsets",
     "stacked_linear",
     "target_attention",

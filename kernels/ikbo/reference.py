@@ -32,28 +32,6 @@ def linear_compression(
     return out.to(candidate.dtype)
 
 
-def linear_compression_float8(
-    candidate: Tensor,
-    candidate_scale: Tensor,
-    request: Tensor,
-    request_scale: Tensor,
-    w_candidate: Tensor,
-    w_candidate_scale: Tensor,
-    w_request: Tensor,
-    w_request_scale: Tensor,
-    offsets: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
-    out = linear_compression(
-        candidate.float() * candidate_scale,
-        w_candidate.float() * w_candidate_scale[:, None],
-        [request.float() * request_scale],
-        [w_request.float() * w_request_scale[:, None]],
-        [offsets],
-    )
-    return out.to(dtype)
-
-
 def joint_attention(
     q: Tensor,
     k: Tensor,

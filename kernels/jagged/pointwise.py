@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
-import torch
 from torch import Tensor
 
 from kernels.core import dispatch
@@ -69,9 +66,7 @@ def jagged_linear(
         if tensor is not None and tensor.shape[-1] != weight.shape[0]:
             raise ValueError(f"{name} {tuple(tensor.shape)} does not fit weight {tuple(weight.shape)}")
     x, weight, bias, row_bias = dispatch.autocast_operands(x=x, weight=weight, bias=bias, row_bias=row_bias)
-    width, inner = weight.shape
-    chosen = dispatch.choose("jagged_linear", backend, x, inner=inner, width=width)
-    return chosen(x, offsets, weight, bias, row_bias, activation)
+    return dispatch.choose("jagged_linear", backend, x)(x, offsets, weight, bias, row_bias, activation)
 
 
 def _check_names(op: str, activation: str) -> None:
@@ -81,22 +76,6 @@ def _check_names(op: str, activation: str) -> None:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
 
 
-def _hopper_linear(
-    *,
-    device: str,
-    capability: Hashable,
-    dtype: torch.dtype,
-    inner: int,
-    width: int,
-    **facts: Hashable,
-) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
-        return reason
-    if not all(0 < size <= 256 and size % 8 == 0 for size in (inner, width)):
-        return f"needs widths in multiples of 8 up to 256, got {inner} in and {width} out"
-    return None
-
-
 dispatch.declare(
     "jagged_elementwise",
     Backend("triton", "kernels.jagged.triton.elementwise:elementwise", triton_floats),
@@ -104,7 +83,6 @@ dispatch.declare(
 )
 dispatch.declare(
     "jagged_linear",
-    Backend("hopper", "kernels.jagged.hopper.linear.forward:jagged_linear", _hopper_linear),
     Backend("triton", "kernels.jagged.triton.linear:jagged_linear", triton_floats),
     Backend("reference", reference.jagged_linear),
 )

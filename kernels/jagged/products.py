@@ -6,9 +6,6 @@ matrix begins at squares[b]. `squared_offsets` makes `squares`; its last entry i
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -16,7 +13,6 @@ from kernels.core import dispatch
 from kernels.core.checks import check_floating, check_offsets
 from kernels.core.dispatch import Backend, triton_floats
 from kernels.jagged import reference
-from kernels.jagged.sizes import LONG, SHORT
 
 
 def squared_offsets(offsets: Tensor) -> Tensor:
@@ -32,8 +28,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_length: int, *,
     _check_matrices(x, y)
     check_offsets(x.shape[0], offsets)
     x, y = dispatch.autocast_operands(x=x, y=y)
-    facts = {"width": x.shape[1], "columns": y.shape[1], "long_rows": max_length > LONG}
-    return dispatch.choose("jagged_jagged_bmm", backend, x, **facts)(x, y, offsets, max_length)
+    return dispatch.choose("jagged_jagged_bmm", backend, x)(x, y, offsets, max_length)
 
 
 def jagged_jagged_bmm_jagged_out(
@@ -56,9 +51,7 @@ def jagged_jagged_bmm_jagged_out(
     check_offsets(x.shape[0], offsets)
     check_offsets(total, squares)
     x, y = dispatch.autocast_operands(x=x, y=y)
-    chosen = dispatch.choose(
-        "jagged_jagged_bmm_jagged_out", backend, x, width=x.shape[1], short_rows=max_length < SHORT
-    )
+    chosen = dispatch.choose("jagged_jagged_bmm_jagged_out", backend, x)
     return chosen(x, y, offsets, squares, total, max_length)
 
 
@@ -81,7 +74,7 @@ def array_jagged_bmm_jagged_out(
     check_offsets(y.shape[0], offsets)
     check_offsets(a.shape[0], squares)
     a, y = dispatch.autocast_operands(a=a, y=y)
-    chosen = dispatch.choose("array_jagged_bmm_jagged_out", backend, y, width=y.shape[1], short_rows=max_length < SHORT)
+    chosen = dispatch.choose("array_jagged_bmm_jagged_out", backend, y)
     return chosen(a, y, offsets, squares, max_length, transpose)
 
 
@@ -110,60 +103,18 @@ def _check_matrices(x: Tensor, y: Tensor) -> None:
         raise ValueError(f"expected x [N, D] and y [N, E], got {tuple(x.shape)} and {tuple(y.shape)}")
 
 
-def _whole_rows(
-    *,
-    device: str,
-    capability: Hashable,
-    dtype: torch.dtype,
-    width: int,
-    columns: int,
-    long_rows: bool,
-    **facts: Hashable,
-) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.HALF):
-        return reason
-    if width % 16 or not 64 <= width <= 256 or not 0 < columns <= 8:
-        return f"needs a width of 64 to 256 in steps of 16 and 1 to 8 columns, got {width} and {columns}"
-    return "gives a whole row to one program, which a long one may keep for long" if long_rows else None
-
-
-def _outer_products(
-    *, device: str, capability: Hashable, dtype: torch.dtype, width: int, short_rows: bool, **facts: Hashable
-) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
-        return reason
-    if not 0 < width <= 256 or width % 8:
-        return f"needs a width in multiples of 8 up to 256, got {width}"
-    if dtype is torch.float32:
-        return _inner_products(device=device, capability=capability, dtype=dtype, width=width, short_rows=short_rows)
-    return None
-
-
-def _inner_products(
-    *, device: str, capability: Hashable, dtype: torch.dtype, width: int, short_rows: bool, **facts: Hashable
-) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
-        return reason
-    if not 128 < width <= 256 or width % 8:
-        return f"needs a width in multiples of 8 from 136 to 256, got {width}"
-    return "fills tiles of 64 places, which rows so short leave empty" if short_rows else None
-
-
 dispatch.declare(
     "jagged_jagged_bmm",
-    Backend("hopper", "kernels.jagged.hopper.bmm:jagged_bmm", _whole_rows),
     Backend("triton", "kernels.jagged.triton.bmm:jagged_bmm", triton_floats),
     Backend("reference", reference.jagged_jagged_bmm),
 )
 dispatch.declare(
     "jagged_jagged_bmm_jagged_out",
-    Backend("hopper", "kernels.jagged.hopper.square.inner_product:jagged_jagged_bmm_jagged_out", _outer_products),
     Backend("triton", "kernels.jagged.triton.square:jagged_jagged_bmm_jagged_out", triton_floats),
     Backend("reference", reference.jagged_jagged_bmm_jagged_out),
 )
 dispatch.declare(
     "array_jagged_bmm_jagged_out",
-    Backend("hopper", "kernels.jagged.hopper.square.inner_product:array_jagged_bmm_jagged_out", _inner_products),
     Backend("triton", "kernels.jagged.triton.square:array_jagged_bmm_jagged_out", triton_floats),
     Backend("reference", reference.array_jagged_bmm_jagged_out),
 )

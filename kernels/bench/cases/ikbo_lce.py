@@ -18,7 +18,7 @@ from kernels.bench import Case, Problem, Runner, backends_of, check_relative_err
 from kernels.bench.cases import ikbo_peer
 from kernels.bench.cases.cute_peers import where_it_runs
 from kernels.core.rows import row_of
-from kernels.ikbo import Float8, float8_tokens, float8_weight, linear_compression, linear_compression_float8
+from kernels.ikbo import linear_compression
 from kernels.ikbo.lce_torch import aligned_rows
 from kernels.jagged import segment_sum
 
@@ -55,7 +55,6 @@ def cases(device: torch.device) -> list[Case]:
     named = f"B{start.num_candidates}_ratio{start.ratio}"
     return [
         *found,
-        Case(f"lce_float8_{named}", partial(_float8, Shape(*GPU_SIZES[1]) if gpu else start)),
         Case(f"lce_stages_{named}", partial(_stages, start)),
     ]
 
@@ -168,29 +167,6 @@ def _expected(inputs: _Inputs, backward: bool) -> tuple[Tensor, ...]:
     leaves = [leaf.detach().float().requires_grad_(backward) for leaf in inputs.leaves]
     out = inputs.compress("reference", *leaves)
     return torch.autograd.grad(out, leaves, inputs.cotangent.float()) if backward else (out,)
-
-
-def _float8(shape: Shape, device: torch.device) -> Problem:
-    """Operands that are float8 already, against 16-bit operands and against quantising the inputs first."""
-    inputs = _inputs(shape, device, backward=False)
-    candidate, request, w_candidate, w_request = inputs.leaves
-    weights = float8_weight(w_candidate), float8_weight(w_request)
-    tokens = float8_tokens(candidate), float8_tokens(request)
-
-    def compress(candidate: Float8, request: Float8, backend: str | None) -> Tensor:
-        return linear_compression_float8(
-            candidate, request, *weights, inputs.offsets, dtype=torch.float16, backend=backend
-        )
-
-    contenders = backends_of(
-        "linear_compression_float8", lambda backend: Runner(lambda: compress(*tokens, backend))
-    ) | {
-        "quantised first": lambda: Runner(lambda: compress(float8_tokens(candidate), float8_tokens(request), None)),
-        "not quantised": lambda: Runner(lambda: linear_compression(*inputs.leaves, inputs.offsets)),
-    }
-    flops, size = _work(shape, 1)
-    check = check_relative_error(_expected(inputs, backward=False), 0.05)  # two operands of three bits each
-    return Problem(contenders, check, flops, size + inputs.cotangent.numel())  # results have two bytes
 
 
 def _stages(shape: Shape, device: torch.device) -> Problem:

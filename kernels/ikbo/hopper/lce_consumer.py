@@ -97,15 +97,6 @@ def _load_block(scratch, index):
 
 
 @gluon.jit
-def _scaled(block, scales, m, ROWS: gl.constexpr):
-    """A block of results times the scales of its 64 rows of the weight."""
-    LAYOUT: gl.constexpr = block.type.layout
-    AXIS: gl.constexpr = 1 if ROWS else 0
-    scale = gl.load(scales + m * 64 + gl.arange(0, 64, gl.SliceLayout(AXIS, LAYOUT)))
-    return block * gl.expand_dims(scale, AXIS)
-
-
-@gluon.jit
 def _store_block(scratch, index, block):
     flat = cells(block)
     gl.store(scratch + index.to(gl.int64) * BLOCK + gl.arange(0, 4096, flat.type.layout), flat)
@@ -132,12 +123,12 @@ def _flag_of(
 
 @gluon.jit
 def _user_tile(
-    ring, barriers, scratch, scales, flags, step, num_steps, num_users, entry, n, block,
+    ring, barriers, scratch, flags, step, num_steps, num_users, entry, n, block,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, SHARED: gl.constexpr,
     STAGES: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     full, empty = barriers
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 256 // ring.dtype.primitive_bitwidth])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     BLOCKS_M: gl.constexpr = 3 * ROW_TILES + 4 * COLUMN_TILES
     ENTRIES: gl.constexpr = 2 if ROWS else SHARED  # of this consumer
     acc0, acc1, acc2, step = _issue(ring, full, empty, step, num_steps, LAYOUT, SHARED, STAGES, ROWS, C)
@@ -150,10 +141,7 @@ def _user_tile(
             row = entry + (2 * C + h if ROWS else i)
             m = block + (i if ROWS else 2 * C + h)
             if row < num_users:
-                result = blocks[h]
-                if ring.dtype.primitive_bitwidth == 8:
-                    result = _scaled(result, scales, m, ROWS)
-                _store_block(scratch, _user_block(row, n, m, BLOCKS_N, BLOCKS_M), result)
+                _store_block(scratch, _user_block(row, n, m, BLOCKS_N, BLOCKS_M), blocks[h])
     barrier()
     for e in gl.static_range(ENTRIES):
         row = entry + (2 * C + e if ROWS else e)
@@ -204,7 +192,7 @@ def _write(out_desc, panel, result, row, m, n, ROWS: gl.constexpr):
 
 @gluon.jit
 def _finish(
-    j: gl.constexpr, out_desc, ring, first_panel, scratch, scales, added, blocks, rows_of, first_entry, first_m, n,
+    j: gl.constexpr, out_desc, ring, first_panel, scratch, added, blocks, rows_of, first_entry, first_m, n,
     BLOCKS_N: gl.constexpr, BLOCKS_M: gl.constexpr, USERS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Finish block j of the six of a consumer, in an order in which blocks with the same block of users are neighbours.
@@ -214,8 +202,6 @@ def _finish(
     ENTRIES: gl.constexpr = 2 if ROWS else 3
     e: gl.constexpr = j % ENTRIES
     result = blocks[j // 2][j % 2] if ROWS else blocks[j % 3][j // 3]
-    if ring.dtype.primitive_bitwidth == 8:
-        result = _scaled(result, scales, first_m + j // ENTRIES, ROWS)
     if USERS:
         result += added
     result = result.to(out_desc.dtype)
@@ -236,13 +222,13 @@ def _finish(
 
 @gluon.jit
 def _candidate_tile(
-    out_desc, ring, barriers, owners, scratch, scales, flags, step, ready, num_blocks, num_entries, num_steps,
+    out_desc, ring, barriers, owners, scratch, flags, step, ready, num_blocks, num_entries, num_steps,
     entry, n, block,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, STAGES: gl.constexpr,
     USERS: gl.constexpr, ROWS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     full, empty = barriers
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 256 // ring.dtype.primitive_bitwidth])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     BLOCKS_M: gl.constexpr = 3 * ROW_TILES + 4 * COLUMN_TILES
     ENTRIES: gl.constexpr = 2 if ROWS else 3
     first_entry = entry + (2 * C if ROWS else 0)
@@ -269,7 +255,7 @@ def _candidate_tile(
     blocks = (_blocks(acc0), _blocks(acc1), _blocks(acc2))
     for j in gl.static_range(6):
         added = _finish(
-            j, out_desc, ring, first_panel, scratch, scales, added, blocks, rows_of, first_entry, first_m, n,
+            j, out_desc, ring, first_panel, scratch, added, blocks, rows_of, first_entry, first_m, n,
             BLOCKS_N, BLOCKS_M, USERS, ROWS,
         )  # fmt: skip
     return step + 1, ready
@@ -277,7 +263,7 @@ def _candidate_tile(
 
 @gluon.jit
 def consume(
-    out_desc, ring, barriers, owners, scratch, scales, user_scales, flags, num_user_tiles, num_tiles, num_steps,
+    out_desc, ring, barriers, owners, scratch, flags, num_user_tiles, num_tiles, num_steps,
     num_user_steps, num_blocks, num_entries, num_users,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, STAGES: gl.constexpr,
     USER_SHARED: gl.constexpr, WITHIN: gl.constexpr, C: gl.constexpr,
@@ -293,12 +279,12 @@ def consume(
             )
             if rows:
                 step = _user_tile(
-                    ring, barriers, scratch, user_scales, flags, step, num_user_steps, num_users, entry, n, block,
+                    ring, barriers, scratch, flags, step, num_user_steps, num_users, entry, n, block,
                     ROW_TILES, COLUMN_TILES, BLOCKS_N, USER_SHARED, STAGES, True, C,
                 )  # fmt: skip
             else:
                 step = _user_tile(
-                    ring, barriers, scratch, user_scales, flags, step, num_user_steps, num_users, entry, n, block,
+                    ring, barriers, scratch, flags, step, num_user_steps, num_users, entry, n, block,
                     ROW_TILES, COLUMN_TILES, BLOCKS_N, USER_SHARED, STAGES, False, C,
                 )  # fmt: skip
     steps = num_steps
@@ -308,12 +294,12 @@ def consume(
         rows, entry, n, block = tile_at(turn, user_turns, num_entries, False, 3, ROW_TILES, COLUMN_TILES, BLOCKS_N)
         if rows:
             step, ready = _candidate_tile(
-                out_desc, ring, barriers, owners, scratch, scales, flags, step, ready, num_blocks, num_entries,
+                out_desc, ring, barriers, owners, scratch, flags, step, ready, num_blocks, num_entries,
                 steps, entry, n, block, ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED > 0, True, C,
             )  # fmt: skip
         else:
             step, ready = _candidate_tile(
-                out_desc, ring, barriers, owners, scratch, scales, flags, step, ready, num_blocks, num_entries,
+                out_desc, ring, barriers, owners, scratch, flags, step, ready, num_blocks, num_entries,
                 steps, entry, n, block, ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED > 0, False, C,
             )  # fmt: skip
     tma.store_wait(0)

@@ -17,7 +17,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
@@ -60,10 +59,8 @@ def _weight_descriptor(weight: Tensor) -> TensorDescriptor:
 
 
 def batch_descriptor(x: Tensor) -> TensorDescriptor:
-    """Blocks [1, 64, 64] of x [B, K, N], or [1, 64, 128] of float8 x.mT; x is copied if TMA cannot address it."""
+    """Blocks [1, 64, 64] of x [B, K, N]; x is copied if TMA cannot address it."""
     size = x.element_size()
-    if size == 1:
-        x = x.mT
     if (
         x.stride(2) != 1
         or min(x.stride()) <= 0
@@ -82,20 +79,15 @@ def compress(
     user: Tensor | None = None,
     w_user: Tensor | None = None,
     offsets: Tensor | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
-    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """out[b] = weight x[b] + w_user user[owner of b]: [B, M, N] of x's dtype, contiguous.
 
     x [B, K, N], weight [M, K], user [R, Ku, N], w_user [M, Ku], float16 or bfloat16, N a multiple of 128, any strides;
     offsets [R + 1] as in the public function. Without users their part is left out.
-
-    Or, with users, all float8_e4m3fn: then the rows of either product are multiplied by its scales [M], float32, and
-    the result has the `dtype` float16 or bfloat16.
     """
     num_entries, depth, width = x.shape
     num_rows = weight.shape[0]
-    out = torch.empty(num_entries, num_rows, width, dtype=dtype or x.dtype, device=x.device)
+    out = torch.empty(num_entries, num_rows, width, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
     tiles = tiling(num_rows)
@@ -104,15 +96,11 @@ def compress(
     total = num_tiles(num_entries, blocks_n, tiles)
     programs = processors(x.device)
     owners, scratch, flags = out, out, out
-    row_scales = [out, out]
-    if scales is not None:
-        row_scales = [pad(scale, (0, 64 * (3 * row_tiles + 4 * column_tiles) - num_rows)) for scale in scales]
     num_users, user_shared, user_tiles, user_steps, blocks = 0, 0, 0, 0, 0
     user_descs, within = None, False
     if user is not None and w_user is not None and offsets is not None and user.shape[0]:
         num_users = user.shape[0]
-        # The two products of float8 have different scales, so they cannot share an accumulator.
-        within = 3 * num_users > 2 * num_entries and scales is None
+        within = 3 * num_users > 2 * num_entries
         user_steps = -(-user.shape[1] // block_k)
         num_flags = 1
         if not within:
@@ -128,8 +116,8 @@ def compress(
     constants = row_tiles, column_tiles, blocks_n, STAGES, user_shared, within
     _launch_forward(
         (min(programs, total + user_tiles), 1, 1),
-        (x.device, x.dtype, out.dtype, *constants),
-        *descs, *(user_descs or descs), batch_descriptor(out), owners, scratch, *row_scales, flags, user_tiles,
+        (x.device, x.dtype, *constants),
+        *descs, *(user_descs or descs), batch_descriptor(out), owners, scratch, flags, user_tiles,
         total, -(-depth // block_k), user_steps, blocks, num_entries, num_users, *constants,
     )  # fmt: skip
     return out
@@ -143,7 +131,7 @@ def _tiles_of_users(num_users: int, blocks_n: int, tiles: tuple[int, int], progr
 
 @gluon.jit(do_not_specialize=_SIZES)
 def _compress_kernel(
-    w_desc, x_desc, wu_desc, xu_desc, out_desc, owners, scratch, scales, user_scales, flags, num_user_tiles,
+    w_desc, x_desc, wu_desc, xu_desc, out_desc, owners, scratch, flags, num_user_tiles,
     num_tiles, num_steps, num_user_steps, num_blocks, num_entries, num_users,
     ROW_TILES: gl.constexpr, COLUMN_TILES: gl.constexpr, BLOCKS_N: gl.constexpr, STAGES: gl.constexpr,
     USER_SHARED: gl.constexpr, WITHIN: gl.constexpr,
@@ -159,10 +147,10 @@ def _compress_kernel(
     barriers = (full, empty)
     gl.warp_specialize(
         [
-            (consume, (out_desc, ring, barriers, owners, scratch, scales, user_scales, flags, num_user_tiles,
+            (consume, (out_desc, ring, barriers, owners, scratch, flags, num_user_tiles,
                        num_tiles, num_steps, num_user_steps, num_blocks, num_entries, num_users,
                        ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED, WITHIN, 0)),
-            (consume, (out_desc, ring, barriers, owners, scratch, scales, user_scales, flags, num_user_tiles,
+            (consume, (out_desc, ring, barriers, owners, scratch, flags, num_user_tiles,
                        num_tiles, num_steps, num_user_steps, num_blocks, num_entries, num_users,
                        ROW_TILES, COLUMN_TILES, BLOCKS_N, STAGES, USER_SHARED, WITHIN, 1)),
             (load, (w_desc, x_desc, wu_desc, xu_desc, ring, barriers, owners, num_user_tiles, num_tiles, num_steps,

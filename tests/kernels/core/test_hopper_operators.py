@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from kernels.attention import jagged_attention
 from kernels.gdpa import gdpa as activated_attention
-from kernels.jagged import squared_offsets
 from tests.kernels.core.devices import HOPPER
 from tests.kernels.core.ungraded import ungraded
 from tests.kernels.jagged.jagged_problems import offsets_of
@@ -39,24 +38,6 @@ def gdpa() -> tuple[Any, ...]:
     return leaf(TOTAL, 2, 64), leaf(TOTAL, 1, 64), leaf(TOTAL, 1, 64), offsets, offsets, *rest
 
 
-def linear() -> tuple[Any, ...]:
-    return leaf(TOTAL, 64), offsets_of(LENGTHS), leaf(40, 64), leaf(40), leaf(3, 40), "gelu", True
-
-
-def product() -> tuple[Any, ...]:
-    return leaf(TOTAL, 64), leaf(TOTAL, 3), offsets_of(LENGTHS), LONGEST
-
-
-def square() -> tuple[Any, ...]:
-    squares = offsets_of([length * length for length in LENGTHS])
-    return leaf(TOTAL, 64), leaf(TOTAL, 64), offsets_of(LENGTHS), squares, 25 + 70 * 70
-
-
-def inner() -> tuple[Any, ...]:
-    offsets = offsets_of(LENGTHS)
-    return leaf(25 + 70 * 70), leaf(TOTAL, 40), offsets, squared_offsets(offsets), True
-
-
 def joint() -> tuple[Any, ...]:
     offsets, candidates = offsets_of(LENGTHS), offsets_of([2, 1, 0]) * 64
     q, k, v = leaf(TOTAL + 3 * 64, 2, 64), leaf(TOTAL, 2, 64), leaf(TOTAL, 2, 64)
@@ -78,11 +59,6 @@ def compression() -> tuple[Any, ...]:
 OPERATORS: dict[str, tuple[str, Callable[[], tuple[Any, ...]], list[list[int]]]] = {
     "attention": ("jagged_attention_hopper", attention, [[TOTAL, 2, 64], [2, TOTAL]]),
     "gdpa": ("gdpa_hopper", gdpa, [[TOTAL, 2, 64]]),
-    "linear": ("jagged_linear_stream", linear, [[TOTAL, 40], [TOTAL, 40]]),
-    "product": ("jagged_jagged_bmm_stream", product, [[3, 64, 3]]),
-    "square": ("jagged_outer_stream", square, [[25 + 70 * 70]]),
-    "square of long rows": ("jagged_outer_long", square, [[25 + 70 * 70]]),
-    "inner": ("jagged_inner_stream", inner, [[TOTAL, 40]]),
     "joint": ("joint_attention_hopper", joint, [[TOTAL + 192, 2, 64], [2, TOTAL + 192]]),
     "tree": ("tree_attention_hopper", tree, [[192, 2, 64], [2, 192]]),
     "compression": ("lce_hopper_1", compression, [[4, 130, 128]]),
@@ -93,10 +69,6 @@ MODULES = (
     "ikbo.hopper.attention",
     "ikbo.hopper.lce_operators",
     "ikbo.hopper.tree",
-    "jagged.hopper.linear.forward",
-    "jagged.hopper.bmm",
-    "jagged.hopper.square.outer_product",
-    "jagged.hopper.square.inner_product",
 )  # are imported when they are first needed
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pkgutil
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -34,11 +34,6 @@ from kernels.gdpa.triton import short
 from kernels.ikbo.hopper import lce_weight
 from kernels.ikbo.triton import groups as triton_groups
 from kernels.ikbo.triton import levels
-from kernels.jagged.hopper.linear import backward as linear_backward
-from kernels.jagged.hopper.linear import backward_fp32
-from kernels.jagged.hopper.linear import forward as linear_forward
-from kernels.jagged.hopper.linear import weight as linear_weight
-from kernels.jagged.hopper.square import inner_product, outer_product
 from kernels.jagged.triton import bmm, bmm_narrow, gather, low_rank, moves, parts, segment
 from kernels.jagged.triton import elementwise as triton_elementwise
 from kernels.jagged.triton import softmax as triton_softmax
@@ -326,70 +321,6 @@ def test_weight_gradients_of_linear_compression(monkeypatch: pytest.MonkeyPatch,
         grad, x = torch.zeros(entries, rows, width, dtype=dtype), torch.zeros(entries, depth, width, dtype=dtype)
         lce_weight.weight_gradient(shifted(grad) if elsewhere else grad, x)
     assert hits[lce_weight._launch_weight]
-
-
-def test_layers(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:
-    for module in (linear_forward, linear_backward, backward_fp32, linear_weight):
-        monkeypatch.setattr(module, "processors", lambda device: 132)
-    for rows, (inner, width), dtype, elsewhere in itertools.product(
-        ((1,), (64, 0, 100), (3,) * 40),
-        ((136, 256), (256, 136), (144, 144)),
-        (torch.float16, torch.bfloat16),
-        (False, True),
-    ):
-        total = sum(rows)
-        x, grad, weight = (
-            torch.zeros(shape, dtype=dtype) for shape in ((total, inner), (total, width), (width, inner))
-        )
-        bias, row_bias = torch.zeros(width, dtype=dtype), torch.zeros(len(rows), width, dtype=dtype)
-        offsets = torch.tensor([0, *rows]).cumsum(0)
-        if elsewhere:
-            x, grad, bias, row_bias, offsets = (shifted(tensor) for tensor in (x, grad, bias, row_bias, offsets))
-        linear_forward.linear(x, offsets, weight, bias, row_bias, "gelu", True)
-        linear_forward.linear(x, offsets, weight.mT.contiguous().mT, None, None, "relu", False)
-        for kind, sums in (("none", False), ("given", True), ("relu", True)):
-            linear_backward.gradients(grad, grad, x, offsets, weight, kind, sums)
-        grad, x = grad.float(), x.float()
-        grad, weight = shifted(grad) if elsewhere else grad, weight.float()
-        linear_weight.weight_gradient(grad, x)
-        for kind, sums in (("none", False), ("given", True), ("relu", True)):
-            backward_fp32.gradients_single(grad, grad, x, offsets, weight, kind, sums)
-    assert hits[linear_forward._launch]
-    assert hits[linear_weight._launch]
-    for launcher in (
-        linear_backward._launch,
-        linear_backward._launch_finish,
-        backward_fp32._launch,
-    ):
-        assert hits[launcher]
-
-
-def test_products_of_rows_with_themselves(
-    monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher], allow_tf32: Callable[[bool], None]
-) -> None:
-    for module in (outer_product, inner_product):
-        monkeypatch.setattr(module, "processors", lambda device: 132)
-    for rows, width, dtype, elsewhere, wide, tf32 in itertools.product(
-        ((1,), (64, 0, 100), (3,) * 40, (16,) * 16),
-        (8, 16, 200),
-        (torch.float16, torch.bfloat16, torch.float32),
-        (False, True),
-        (torch.int32, torch.int64),
-        (False, True),
-    ):
-        allow_tf32(tf32)
-        offsets = torch.tensor([0, *rows]).cumsum(0)
-        squares = torch.tensor([0, *(count * count for count in rows)]).cumsum(0).to(wide)
-        x, a = torch.zeros(sum(rows), width, dtype=dtype), torch.zeros(int(squares[-1]), dtype=dtype)
-        if elsewhere:
-            x, a, offsets, squares = (shifted(tensor) for tensor in (x, a, offsets, squares))
-        if dtype is not torch.float32:
-            outer_product.outer(x, x, offsets, squares, sum(count * count for count in rows))
-        inner_product.inner(a, x, offsets, squares, elsewhere)
-        if dtype is not torch.float32 or tf32:
-            inner_product.inner_gradients(x, a, x, offsets, squares, elsewhere)
-    for module in (outer_product, inner_product):
-        assert hits[module._launch]
 
 
 def test_operators_on_jagged_values(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> None:

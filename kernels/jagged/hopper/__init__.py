@@ -1,1 +1,0 @@
-"""Kernels of the jagged operators in Gluon, for Hopper."""

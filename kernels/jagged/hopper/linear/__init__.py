@@ -1,1 +1,0 @@
-"""`jagged_linear`: forward, and all gradients."""

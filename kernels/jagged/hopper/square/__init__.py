@@ -1,1 +1,0 @@
-"""Products of jagged rows with themselves, in the square layout."""

@@ -26,10 +26,10 @@ BEFORE = {"interformer": "interformer", "interformer_before": "interformer, befo
 INTRODUCTION = """\
 # Quality
 
-Written by `python -m tools.quality.page` from the results in `docs/quality/`, all of which are shown. Means
-over seeds with the 95 % interval of the mean (Student's t); leads are paired by seed. NE is normalised
-entropy: smaller is better, and below 1 beats predicting the training rate. GAUC compares candidates of one user
-only.
+Written by `python -m tools.quality.page` from `docs/quality/`, whose files also have the validation NE of every setting
+tried and every run. Means over seeds with the 95 % interval of the mean (Student's t); leads are paired by seed. NE is
+normalised entropy: smaller is better, and below 1 beats predicting the training rate. GAUC compares candidates of one
+user only.
 """
 HISTORIES = """\
 ## GAUC and what a history tells
@@ -134,42 +134,6 @@ def before(groups: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def setting(run: dict[str, Any]) -> str:
-    """What a screening run changed, from its overrides."""
-    common = (
-        "model=",
-        "data=",
-        "data.batch_size",
-        "data.eval_batch_size",
-        "data.num_workers",
-        "precision=",
-        "runtime.",
-    )
-    changed = [each for each in run["overrides"] if not each.startswith(common)]
-    if run.get("norm"):
-        changed.append(f"norm: {run['norm']}")
-    if run.get("restore"):
-        changed.append(f"restore: {run['restore']}")
-    return ", ".join(each.split(".", 1)[-1] for each in changed) or "as it was"
-
-
-def screening(runs: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| data | model | setting | validation NE | AUC | GAUC | NE | best step |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    data = {"M": "ML-1M", "S": "bundled ids"}
-    ordered = sorted(runs, key=lambda r: (*r["name"].split("/")[:2], r["valid"]["like/ne"]))
-    for run in ordered:
-        where, model, _ = run["name"].split("/")
-        test = " | ".join(f"{run['test'][f'like/{metric}']:.4f}" for metric in METRICS)
-        what = "Adam, rows of deviation 0.01" if run.get("plain") else setting(run)
-        name = "plain PyTorch DIN" if run.get("plain") else model
-        steps = f"{run['best_step']} of {run['step']}"
-        lines.append(f"| {data[where]} | {name} | {what} | {run['valid']['like/ne']:.4f} | {test} | {steps} |")
-    return lines
-
-
 def section_table(section: Section, content: dict[str, Any]) -> list[str]:
     """Markdown: of each row the mean over seeds with the 95 % interval of the mean, the lead, and its setting."""
     remarks = dict(section.remarks)
@@ -205,24 +169,6 @@ def _cell(values: np.ndarray) -> str:
     return (interval(known) if spread else f"{known.mean():.4f}") + seeds
 
 
-def search_tables(section: Section, content: dict[str, Any]) -> list[str]:
-    """Markdown: what each setting that was tried validated to, a table for rows of the same settings."""
-    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for row, kept in content["rows"].items():
-        if len(kept["tried"]) > 1:
-            groups[tuple(kept["tried"])].append(row)
-    lines = []
-    for settings, rows in groups.items():
-        lines += [f"| validation {_heading(section.metric)} | {' | '.join(rows)} |", "|" + "---|" * (1 + len(rows))]
-        for each in settings:
-            tried = (content["rows"][row]["tried"][each] for row in rows)
-            chosen = (" ".join(content["rows"][row]["setting"]) == each for row in rows)
-            cells = [f"**{value:.4f}**" if best else f"{value:.4f}" for value, best in zip(tried, chosen, strict=True)]
-            lines.append(f"| {', '.join(f'`{part}`' for part in each.split())} | {' | '.join(cells)} |")
-        lines.append("")
-    return lines
-
-
 def _heading(metric: str) -> str:
     task, name = metric.removeprefix("again:").split("/")
     shown = name.capitalize() if name.startswith("recall") else name.upper()
@@ -240,7 +186,7 @@ def sections() -> list[str]:
             number = len(about["seeds"])
             where = f"{number} seed{'s' * (number > 1)}, {about['device']}, commit {about['commit']}."
             text = wrapped(f"## {section.title}\n\n{section.text} {where}")
-            lines += [text, *section_table(section, content), "", *search_tables(section, content)]
+            lines += [text, *section_table(section, content), ""]
     return lines
 
 
@@ -293,7 +239,7 @@ def variants() -> list[str]:
 
 
 def page() -> str:
-    screened, tried = stored("screening")
+    screened, _ = stored("screening")
     about, runs = stored("defaults")
     groups = seeds(runs)
     change = np.array(
@@ -312,10 +258,6 @@ def page() -> str:
         f"By `+experiment=movielens_quality`, five seeds, {about['device']}, commit {about['commit']}:",
         "",
         *before(groups),
-        "",
-        "All runs of one seed:",
-        "",
-        *screening(tried),
         "",
     ]
     return "\n".join(lines)

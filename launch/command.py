@@ -78,6 +78,7 @@ COMMANDS = {
     "summary": Command(
         "train.commands.summary", "what each part of a model costs, and which backend serves it", "+experiment=NAME"
     ),
+    "keys": Command("train.commands.keys", "what keys of the configuration mean", "[WORDS...]"),
     "speed": Command(
         "train.commands.speed", "how fast a configuration trains", "+experiment=NAME runtime.steps=100", ranks="always"
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from train.commands import summary
+from train.config.places import CONFIGS
 
 TINY = ["data=synthetic", "data.num_requests=50", "data.num_users=20", "data.num_items=200", "data.max_history=20"]
 
@@ -35,3 +36,16 @@ def test_auto_is_that_of_the_chip() -> None:
 def test_a_chip_is_a_capability() -> None:
     with pytest.raises(ValueError, match=r"chip=h200 must be a compute capability without its dot, e\.g\. chip=90"):
         summary.main(["chip=h200", *TINY])
+
+
+# production_mxfp8_h200 does not fit into the memory of a small machine.
+GPU_EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*h200*.yaml") if "mxfp8" not in path.stem)
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in GPU_EXPERIMENTS if name != "synthetic_h200"]
+
+
+@pytest.mark.parametrize("name", ["synthetic_h200", *NIGHTLY])
+def test_no_large_operator_of_a_shipped_experiment_falls_to_the_specification(name: str) -> None:
+    pytest.importorskip("triton")
+    served = summary.main(["chip=90", f"+experiment={name}", "data.num_requests=50"]).served
+    assert served
+    assert not [each for each in served if each.share > 0.01 and each.backend == "reference"]

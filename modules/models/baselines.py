@@ -32,9 +32,11 @@ from modules.broadcast import CandidateRows, above_candidates
 from modules.config import ModelConfig, option
 from modules.core.vanilla import is_vanilla
 from modules.embedding import JaggedSequence, Tokens
+from modules.feed_forward import FeedForwardConfig
 from modules.interaction import CrossNet, DotInteraction, products_across
 from modules.mlp import MLP, TaskHeads
-from modules.models.ranking import RequestVectors
+from modules.models.ranking import Ranker
+from modules.norms import rms_norm
 
 MOST_PAIRS = 4
 """Pairs of candidate and event that are held at a time, for each event of the batch."""
@@ -139,12 +141,7 @@ def _pieces(ends: Sequence[int], most: int) -> list[tuple[int, int]]:
     return pieces or [(0, 0)]
 
 
-class _Baseline(RequestVectors, nn.Module):
-    def aux_loss(self) -> Tensor:
-        return next(self.parameters()).new_zeros(())
-
-
-class DIN(_Baseline):
+class DIN(Ranker):
     """Deep Interest Network: an activation unit for each event type, then an MLP over all tokens."""
 
     takes_vendors = True
@@ -181,13 +178,16 @@ class DIN(_Baseline):
         return self.heads(torch.cat(features, dim=1), above.flatten(1), rows)
 
 
-class DCNv2(_Baseline):
-    """DCNv2 (arXiv 2008.13535) in its parallel form: a low-rank cross network and an MLP side by side, then logits."""
+class DCNv2(Ranker):
+    """DCNv2 (arXiv 2008.13535) in its parallel form: a low-rank cross network and an MLP side by side, then logits.
+
+    `feed_forward` is a residual layer on the MLP's result: its experts are as wide as that.
+    """
 
     takes_vendors = True
 
     @dataclass(kw_only=True)
-    class Config(ModelConfig):
+    class Config(FeedForwardConfig):
         name: str = "dcnv2"
         num_cross_layers: int = 3
         rank: int = 32
@@ -198,7 +198,9 @@ class DCNv2(_Baseline):
         width = _num_tokens(spec) * config.dim
         self.cross = CrossNet(width, config.num_cross_layers, config.rank)
         self.deep = MLP(width, config.hidden, dropout=config.dropout)
-        self.heads = TaskHeads(width + (config.hidden[-1] if config.hidden else width), [], spec.num_outputs)
+        deep = config.hidden[-1] if config.hidden else width
+        self.feed_forward = config.make_feed_forward(deep)
+        self.heads = TaskHeads(width + deep, [], spec.num_outputs)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
@@ -207,11 +209,13 @@ class DCNv2(_Baseline):
             return request_tokens.flatten(1)
         above, rows = above_candidates(request_tokens, tokens.vendor, batch, CandidateRows.of(batch))
         x, request = tokens.candidate.flatten(1), above.flatten(1)
-        crossed = self.cross(x, request, rows)
-        return self.heads(torch.cat([crossed, self.deep(x, request=request, rows=rows)], dim=1))
+        crossed, deep = self.cross(x, request, rows), self.deep(x, request=request, rows=rows)
+        if self.feed_forward is not None:
+            deep = deep + self.feed_forward(rms_norm(deep))
+        return self.heads(torch.cat([crossed, deep], dim=1))
 
 
-class DLRM(_Baseline):
+class DLRM(Ranker):
     """DLRM (arXiv 1906.00091): dense tokens pass a bottom MLP, all tokens meet in inner products, then a top MLP.
 
     The dense tokens of request and candidate become one token; without dense features there is no bottom MLP and the

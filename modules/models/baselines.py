@@ -1,6 +1,7 @@
 """Baselines on the tokens that InterFormer gets: DIN, DCNv2 and DLRM.
 
-DCNv2 and DLRM do not model sequences: they see each history field as one more request token, the mean of its events.
+DCNv2 and DLRM do not model sequences: they see each history field as one more request token, the mean of its events,
+and with `jagged_interaction` also as a token of each candidate, see `modules.feature_interaction`.
 All use SiLU, dropout in their MLPs, and a head of its own for each task.
 """
 
@@ -32,6 +33,7 @@ from modules.broadcast import CandidateRows, above_candidates
 from modules.config import ModelConfig, option
 from modules.core.vanilla import is_vanilla
 from modules.embedding import JaggedSequence, Tokens
+from modules.feature_interaction import FeatureInteractionConfig
 from modules.feed_forward import FeedForwardConfig
 from modules.interaction import CrossNet, DotInteraction, products_across
 from modules.mlp import MLP, TaskHeads
@@ -187,7 +189,7 @@ class DCNv2(Ranker):
     takes_vendors = True
 
     @dataclass(kw_only=True)
-    class Config(FeedForwardConfig):
+    class Config(FeedForwardConfig, FeatureInteractionConfig):
         name: str = "dcnv2"
         num_cross_layers: int = 3
         rank: int = 32
@@ -195,7 +197,8 @@ class DCNv2(Ranker):
 
     def __init__(self, spec: FeatureSpec, config: Config) -> None:
         super().__init__()
-        width = _num_tokens(spec) * config.dim
+        self.interaction = config.make_interaction(spec)
+        width = (_num_tokens(spec) + self.interaction.num_tokens) * config.dim
         self.cross = CrossNet(width, config.num_cross_layers, config.rank)
         self.deep = MLP(width, config.hidden, dropout=config.dropout)
         deep = config.hidden[-1] if config.hidden else width
@@ -208,7 +211,8 @@ class DCNv2(Ranker):
         if self.only_vectors():
             return request_tokens.flatten(1)
         above, rows = above_candidates(request_tokens, tokens.vendor, batch, CandidateRows.of(batch))
-        x, request = tokens.candidate.flatten(1), above.flatten(1)
+        candidate = self.interaction(tokens, CandidateRows.of(batch))
+        x, request = candidate.flatten(1), above.flatten(1)
         crossed, deep = self.cross(x, request, rows), self.deep(x, request=request, rows=rows)
         if self.feed_forward is not None:
             deep = deep + self.feed_forward(rms_norm(deep))
@@ -224,7 +228,7 @@ class DLRM(Ranker):
     """
 
     @dataclass(kw_only=True)
-    class Config(ModelConfig):
+    class Config(FeatureInteractionConfig):
         name: str = "dlrm"
         bottom_hidden: list[int] = option([64], least=1)
         top_hidden: list[int] = option([128, 64], least=1)
@@ -236,8 +240,10 @@ class DLRM(Ranker):
         num_dense = self.request_dense + self.candidate_dense
         self.bottom = MLP(num_dense * dim, config.bottom_hidden, dim, dropout) if num_dense else None
         # All tokens in the order of the top MLP's weights: the dense one, then the request's, then the candidate's.
-        num_tokens = bool(num_dense) + _num_tokens(spec) - num_dense
-        num_candidate = spec.num_candidate_tokens - self.candidate_dense
+        self.interaction = config.make_interaction(spec)
+        made = self.interaction.num_tokens
+        num_tokens = bool(num_dense) + _num_tokens(spec) + made - num_dense
+        num_candidate = spec.num_candidate_tokens + made - self.candidate_dense
         candidate = list(range(num_tokens - num_candidate, num_tokens))
         if self.candidate_dense:
             candidate.insert(0, 0)
@@ -260,9 +266,10 @@ class DLRM(Ranker):
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
         rows = CandidateRows.of(batch)
-        request, candidate = _request_tokens(tokens), tokens.candidate
+        request = _request_tokens(tokens)
         if self.only_vectors():
             return request.flatten(1)
+        candidate = self.interaction(tokens, rows)
         of_request, of_candidate = [], []
         if self.bottom is not None:
             numbers = tokens.request[:, -1] if self.request_dense else None

@@ -23,6 +23,7 @@ from modules.broadcast import CandidateRows, VendorTokens
 from modules.config import StackConfig, option
 from modules.core.side_stream import SideStream
 from modules.embedding import Tokens
+from modules.feature_interaction import FeatureInteractionConfig
 from modules.feed_forward import FeedForwardConfig
 from modules.history import HistoryEncoder
 from modules.mlp import TaskHeads
@@ -79,14 +80,23 @@ class InterFormer(Ranker):
     takes_vendors = True
 
     @dataclass(kw_only=True)
-    class Config(FeedForwardConfig, StackConfig, SequenceSummary.Config, InteractionArch.Config, SequenceArch.Config):
+    class Config(
+        FeedForwardConfig,
+        FeatureInteractionConfig,
+        StackConfig,
+        SequenceSummary.Config,
+        InteractionArch.Config,
+        SequenceArch.Config,
+    ):
         name: str = "interformer"
         table_std: float | None = 0.01  # with row_norm, rare ids then start quiet
         # request: the sequence stays at R rows | candidate: the paper's form, C rows
         sequence_context: str = option("request", choices=["request", "candidate"])
         head_hidden: list[int] = option([128, 64], least=1)
 
-        shared: ClassVar[frozenset[str]] = frozenset({"num_cls", "num_recent", "sequence_context", "head_hidden"})
+        shared: ClassVar[frozenset[str]] = frozenset(
+            {"num_cls", "num_recent", "sequence_context", "head_hidden", "jagged_interaction"}
+        )
         retired: ClassVar[dict[str, Any]] = {"dhen_layers": 1}
         moved: ClassVar[dict[str, str]] = {
             "wukong_layers": "wukong.num_layers",
@@ -124,7 +134,9 @@ class InterFormer(Ranker):
         self.head_dims = [config.dim // layer.num_heads for layer in of_layers]
         self.num_cls, self.num_recent = config.num_cls, config.num_recent
         self.per_candidate = config.sequence_context == "candidate"
-        num_request, num_candidate = spec.num_request_tokens, spec.num_candidate_tokens
+        self.interaction = config.make_interaction(spec)
+        num_request = spec.num_request_tokens
+        num_candidate = spec.num_candidate_tokens + self.interaction.num_tokens
         num_vendor = spec.num_vendor_tokens
         num_tokens = num_request + num_vendor + num_candidate
         if self.per_candidate:
@@ -178,7 +190,7 @@ class InterFormer(Ranker):
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
         rows = CandidateRows.of(batch)
-        request, candidate = tokens.request, tokens.candidate
+        request, candidate = tokens.request, self.interaction(tokens, rows)
         vendor = None if tokens.vendor is None else VendorTokens.of(tokens.vendor, batch)
         first, *later = self.layers
         if self.per_candidate:

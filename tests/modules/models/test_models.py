@@ -25,9 +25,11 @@ import modules.core.checks
 from kernels.core import dispatch
 from kernels.tokens import EPSILON
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature, VectorFeature
+from modules.broadcast import CandidateRows
 from modules.config import ModelConfig
 from modules.core.flops import FlopCounter, count_flops
 from modules.embedding import FeatureEmbedding, LocalEmbedding
+from modules.feature_interaction import JaggedFeatureInteraction
 from modules.feed_forward import FeedForwardBlock
 from modules.models import build
 from modules.models.baselines import DIN, DLRM, DCNv2
@@ -39,7 +41,7 @@ from modules.models.onetrans import OneTransConfig
 from modules.models.token_mixing import TokenMixingConfig
 from modules.models.wukong import Wukong
 from modules.moe import MoE
-from modules.norms import rms_norm
+from modules.norms import rms_norm, row_norm
 from modules.precision import apply_recipe, in_high_precision
 from modules.target_attention import TargetAttention
 from modules.wukong import WukongConfig
@@ -94,14 +96,17 @@ VARIANTS: dict[str, Any] = {
         **SMALL,
         layers=[{"num_heads": 1, "pffn": "gdpa", "pffn_hidden": 8}, {"interaction": "wukong", "wukong": {"rank": 3}}],
     ),
-    "interformer-gdpa": InterFormer.Config(**SMALL, pffn="gdpa", pffn_hidden=8, sequence_attention="gdpa"),
+    "interformer-gdpa": InterFormer.Config(
+        **SMALL, pffn="gdpa", pffn_hidden=8, sequence_attention="gdpa", jagged_interaction=True
+    ),
     "interformer-wukong": InterFormer.Config(
         **SMALL, interaction="wukong", wukong=WukongStackConfig(rank=3), num_layers=1
     ),
     "din": DIN.Config(dim=8, attention_hidden=[8], hidden=[16]),
     "dcnv2": DCNv2.Config(dim=8, rank=4, hidden=[16]),
-    "dcnv2-moe": DCNv2.Config(dim=8, rank=4, hidden=[16], **EXPERTS),
+    "dcnv2-moe": DCNv2.Config(dim=8, rank=4, hidden=[16], **EXPERTS, jagged_interaction=True),
     "dlrm": DLRM.Config(dim=8, bottom_hidden=[8], top_hidden=[16]),
+    "dlrm-interaction": DLRM.Config(dim=8, bottom_hidden=[8], top_hidden=[16], jagged_interaction=True),
     "wukong": Wukong.Config(**WUKONG),
     "wukong-plain": Wukong.Config(**WUKONG, machine="plain"),
     "wukong-attentive": Wukong.Config(**WUKONG, machine="attentive"),
@@ -460,6 +465,35 @@ def test_experts_of_every_large_model_are_balanced_and_run_on_mxfp8_operands(kin
     assert all((layer.router.gate.weight.grad != 0).any() for layer in layers)
     with in_high_precision(model):
         assert 0 < (model(batch) - logits).abs().max() < 0.1  # operands are rounded by up to 2^-4
+
+
+def test_jagged_feature_interaction_is_a_softmax_over_each_field_for_each_candidate():
+    spec = random_spec()
+    for sizes, lengths in (((3, 0, 2), (4, 3, 0)), ((4,), (5,)), ((2, 1), (0, 0))):
+        batch = double(random_batch(spec, sizes, lengths))
+        embedding = FeatureEmbedding(spec, 8, device="cpu")
+        embedding.collection = DoubleLookup(embedding.collection)
+        layer = JaggedFeatureInteraction(spec, 8, spec.histories).double()
+        tokens = embedding.double()(batch)
+        out, rows = layer(tokens, CandidateRows.of(batch)), []
+        for candidate, owner in zip(tokens.candidate, batch.owner, strict=True):
+            targets, made = layer.targets.candidate.weight @ row_norm(candidate), []
+            for event in spec.histories:
+                history = tokens.histories[event.name]
+                first, end = history.offsets[owner : owner + 2]
+                for field in history.values[first:end].unflatten(1, (-1, 8)).unbind(1):
+                    weights = (row_norm(field) @ targets[len(made)] / 8**0.5).softmax(0)
+                    made.append(weights @ field)
+            rows.append(torch.cat([torch.stack(made), candidate]))
+        expected = torch.stack(rows)
+        torch.testing.assert_close(out, expected)
+        inputs = [*layer.parameters(), *embedding.collection.parameters()]
+        upstream = torch.randn_like(out)
+        for actual, wanted in zip(
+            torch.autograd.grad(out, inputs, upstream, allow_unused=True, retain_graph=True),
+            torch.autograd.grad(expected, inputs, upstream, allow_unused=True), strict=True
+        ):  # fmt: skip
+            torch.testing.assert_close(actual, wanted)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])

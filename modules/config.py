@@ -45,7 +45,8 @@ def option(
 def check_options(config: Any, path: str) -> None:
     """ValueError, naming the key below `path` and a value that works, for the first value that is not allowed.
 
-    Dataclasses inside `config`, also in lists and mappings, are checked, too.
+    Dataclasses inside `config`, also in lists and mappings, are checked, too. One whose fields must fit each other has
+    a `check_at(path)`.
     """
     for field in dataclasses.fields(config):
         key, value, limits = f"{path}.{field.name}", getattr(config, field.name), field.metadata
@@ -55,6 +56,8 @@ def check_options(config: Any, path: str) -> None:
             _check_choice(key, value, choices, limits["dotted"])
         else:
             _check_range(key, value, limits)
+    if rules := getattr(config, "check_at", None):
+        rules(path)
 
 
 def changed(config: Any, changes: Mapping[str, Any], path: str) -> Any:
@@ -194,6 +197,10 @@ class ModelConfig(TokenConfig):
 
     def check(self) -> None:
         """Rules across fields. ValueError that names the key below `model` and a value that works."""
+
+    def of_layers(self) -> list[Self]:
+        """The configuration of each layer."""
+        return [self]
 
     def graphs_refusal(self) -> str | None:
         """Which key cannot work with CUDA graphs, why, and what works; None if all can."""

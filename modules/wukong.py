@@ -66,6 +66,8 @@ class WukongLayer(nn.Module):
     of them once a request, and the products of a candidate with its request's tokens are one jagged product: nothing of
     a request is copied. A request has at most `max_candidates` candidates. The result has all tokens for every
     candidate.
+
+    `block`, such as `modules.feed_forward.FeedForwardBlock`, is applied to the tokens that the layer makes.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class WukongLayer(nn.Module):
         machine: str = "optimised",
         num_compressed: int = 4,
         attention_hidden: Sequence[int] = (),
+        block: nn.Module | None = None,
     ) -> None:
         super().__init__()
         if machine not in MACHINES:
@@ -109,9 +112,14 @@ class WukongLayer(nn.Module):
         self.rank = rank
         self.max_candidates = max_candidates
         self.dim = dim
+        self.block = block
 
     def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
         """candidate [C, num_candidate, d] and, if built for them, request [R, num_request, d] with its rows."""
+        made = self._mixed(candidate, request, rows)
+        return made if self.block is None else self.block(made)
+
+    def _mixed(self, candidate: Tensor, request: Tensor | None, rows: CandidateRows | None) -> Tensor:
         given = request_part(self.num_request, request, rows, "tokens")
         optional = [self.project if isinstance(self.project, LCE) else None, self.residual]
         layers = [self.lcb, *(layer for layer in optional if layer is not None)]

@@ -1,6 +1,7 @@
 """Baselines on the tokens that InterFormer gets: DIN, DCNv2 and DLRM.
 
-DCNv2 and DLRM do not model sequences: they see each history field as one more request token, the mean of its events.
+DCNv2 and DLRM do not model sequences: they see each history field as one more request token, the mean of its events,
+and with `jagged_interaction` also as a token of each candidate, see `modules.feature_interaction`.
 All use SiLU, dropout in their MLPs, and a head of its own for each task.
 """
 
@@ -32,9 +33,12 @@ from modules.broadcast import CandidateRows, above_candidates
 from modules.config import ModelConfig, option
 from modules.core.vanilla import is_vanilla
 from modules.embedding import JaggedSequence, Tokens
+from modules.feature_interaction import FeatureInteractionConfig
+from modules.feed_forward import FeedForwardConfig
 from modules.interaction import CrossNet, DotInteraction, products_across
 from modules.mlp import MLP, TaskHeads
-from modules.models.ranking import RequestVectors
+from modules.models.ranking import Ranker
+from modules.norms import rms_norm
 
 MOST_PAIRS = 4
 """Pairs of candidate and event that are held at a time, for each event of the batch."""
@@ -139,12 +143,7 @@ def _pieces(ends: Sequence[int], most: int) -> list[tuple[int, int]]:
     return pieces or [(0, 0)]
 
 
-class _Baseline(RequestVectors, nn.Module):
-    def aux_loss(self) -> Tensor:
-        return next(self.parameters()).new_zeros(())
-
-
-class DIN(_Baseline):
+class DIN(Ranker):
     """Deep Interest Network: an activation unit for each event type, then an MLP over all tokens."""
 
     takes_vendors = True
@@ -181,13 +180,16 @@ class DIN(_Baseline):
         return self.heads(torch.cat(features, dim=1), above.flatten(1), rows)
 
 
-class DCNv2(_Baseline):
-    """DCNv2 (arXiv 2008.13535) in its parallel form: a low-rank cross network and an MLP side by side, then logits."""
+class DCNv2(Ranker):
+    """DCNv2 (arXiv 2008.13535) in its parallel form: a low-rank cross network and an MLP side by side, then logits.
+
+    `feed_forward` is a residual layer on the MLP's result: its experts are as wide as that.
+    """
 
     takes_vendors = True
 
     @dataclass(kw_only=True)
-    class Config(ModelConfig):
+    class Config(FeedForwardConfig, FeatureInteractionConfig):
         name: str = "dcnv2"
         num_cross_layers: int = 3
         rank: int = 32
@@ -195,10 +197,13 @@ class DCNv2(_Baseline):
 
     def __init__(self, spec: FeatureSpec, config: Config) -> None:
         super().__init__()
-        width = _num_tokens(spec) * config.dim
+        self.interaction = config.make_interaction(spec)
+        width = (_num_tokens(spec) + self.interaction.num_tokens) * config.dim
         self.cross = CrossNet(width, config.num_cross_layers, config.rank)
         self.deep = MLP(width, config.hidden, dropout=config.dropout)
-        self.heads = TaskHeads(width + (config.hidden[-1] if config.hidden else width), [], spec.num_outputs)
+        deep = config.hidden[-1] if config.hidden else width
+        self.feed_forward = config.make_feed_forward(deep)
+        self.heads = TaskHeads(width + deep, [], spec.num_outputs)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
@@ -206,12 +211,15 @@ class DCNv2(_Baseline):
         if self.only_vectors():
             return request_tokens.flatten(1)
         above, rows = above_candidates(request_tokens, tokens.vendor, batch, CandidateRows.of(batch))
-        x, request = tokens.candidate.flatten(1), above.flatten(1)
-        crossed = self.cross(x, request, rows)
-        return self.heads(torch.cat([crossed, self.deep(x, request=request, rows=rows)], dim=1))
+        candidate = self.interaction(tokens, CandidateRows.of(batch))
+        x, request = candidate.flatten(1), above.flatten(1)
+        crossed, deep = self.cross(x, request, rows), self.deep(x, request=request, rows=rows)
+        if self.feed_forward is not None:
+            deep = deep + self.feed_forward(rms_norm(deep))
+        return self.heads(torch.cat([crossed, deep], dim=1))
 
 
-class DLRM(_Baseline):
+class DLRM(Ranker):
     """DLRM (arXiv 1906.00091): dense tokens pass a bottom MLP, all tokens meet in inner products, then a top MLP.
 
     The dense tokens of request and candidate become one token; without dense features there is no bottom MLP and the
@@ -220,7 +228,7 @@ class DLRM(_Baseline):
     """
 
     @dataclass(kw_only=True)
-    class Config(ModelConfig):
+    class Config(FeatureInteractionConfig):
         name: str = "dlrm"
         bottom_hidden: list[int] = option([64], least=1)
         top_hidden: list[int] = option([128, 64], least=1)
@@ -232,8 +240,10 @@ class DLRM(_Baseline):
         num_dense = self.request_dense + self.candidate_dense
         self.bottom = MLP(num_dense * dim, config.bottom_hidden, dim, dropout) if num_dense else None
         # All tokens in the order of the top MLP's weights: the dense one, then the request's, then the candidate's.
-        num_tokens = bool(num_dense) + _num_tokens(spec) - num_dense
-        num_candidate = spec.num_candidate_tokens - self.candidate_dense
+        self.interaction = config.make_interaction(spec)
+        made = self.interaction.num_tokens
+        num_tokens = bool(num_dense) + _num_tokens(spec) + made - num_dense
+        num_candidate = spec.num_candidate_tokens + made - self.candidate_dense
         candidate = list(range(num_tokens - num_candidate, num_tokens))
         if self.candidate_dense:
             candidate.insert(0, 0)
@@ -256,9 +266,10 @@ class DLRM(_Baseline):
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
         rows = CandidateRows.of(batch)
-        request, candidate = _request_tokens(tokens), tokens.candidate
+        request = _request_tokens(tokens)
         if self.only_vectors():
             return request.flatten(1)
+        candidate = self.interaction(tokens, rows)
         of_request, of_candidate = [], []
         if self.bottom is not None:
             numbers = tokens.request[:, -1] if self.request_dense else None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from modules.batch import RequestBatch
 from modules.embedding import FeatureEmbedding
+from modules.moe import MoE
 
 
 class Architecture(Protocol):
@@ -38,6 +41,20 @@ class RequestVectors:
     def vectors_refusal(self) -> str | None:
         """Why this one has no such vectors, and what has; None if it has."""
         return None
+
+
+class Ranker(RequestVectors, nn.Module):
+    """What the architectures here have in common."""
+
+    @cached_property
+    def _routed(self) -> list[MoE]:
+        # Found once: a walk over all modules in each step would take the host longer than many a kernel.
+        return [module for module in self.modules() if isinstance(module, MoE)]
+
+    def aux_loss(self) -> Tensor:
+        """Sum of the routers' balancing losses of the last forward; 0 without routed experts."""
+        losses = [layer.aux_loss for layer in self._routed]
+        return torch.stack(losses).sum() if losses else next(self.parameters()).new_zeros(())
 
 
 class LowerLogits(ABC):

@@ -14,24 +14,25 @@ from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows, above_candidates
 from modules.config import StackConfig, option
 from modules.embedding import Tokens
+from modules.feed_forward import FeedForwardBlock, FeedForwardConfig
 from modules.mlp import TaskHeads
-from modules.models.ranking import RequestVectors
+from modules.models.ranking import Ranker
 from modules.norms import rms_norm
 from modules.wukong import WukongConfig, WukongLayer
 
 
-class Wukong(RequestVectors, nn.Module):
+class Wukong(Ranker):
     """Logits [C, tasks] from tokens.
 
     It does not model sequences: each history field is one more request token, the mean of its events. The first layer
     takes the request's tokens at the request's rows, or all tokens above a candidate at those of vendors, see
-    `WukongLayer`.
+    `WukongLayer`. `feed_forward` is a block after each layer.
     """
 
     takes_vendors = True
 
     @dataclass(kw_only=True)
-    class Config(StackConfig, WukongConfig):
+    class Config(FeedForwardConfig, StackConfig, WukongConfig):
         name: str = "wukong"
         num_fmb: int = option(8, least=1)  # tokens that a layer's factorisation machine makes
         num_lcb: int = option(8, least=1)  # tokens that its linear compression makes
@@ -57,6 +58,7 @@ class Wukong(RequestVectors, nn.Module):
                     dropout=own.dropout,
                     num_request=0 if layers else num_request,
                     max_candidates=spec.max_candidates,
+                    block=FeedForwardBlock(own, config.dim),
                     **own.machine_options(),
                 )
             )
@@ -76,6 +78,3 @@ class Wukong(RequestVectors, nn.Module):
         for layer in rest:
             x = layer(x)
         return self.heads(x.flatten(1))
-
-    def aux_loss(self) -> Tensor:
-        return next(self.parameters()).new_zeros(())

@@ -50,6 +50,10 @@ class MoE(nn.Module):
         aux_loss_weight: float = 0.0  # classical load-balancing loss, added to the training loss
         force_balance: bool = False  # for benchmarks: every expert gets the same load, whatever the router says
 
+        def check_at(self, path: str) -> None:
+            if not 1 <= self.top_k <= self.num_experts:
+                raise ValueError(f"{path}.top_k={self.top_k} must lie in 1..{path}.num_experts={self.num_experts}")
+
     def __init__(
         self,
         dim: int,

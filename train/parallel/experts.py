@@ -19,8 +19,8 @@ def share_experts(model: nn.Module, parallel: ParallelConfig, mesh: Mesh) -> Non
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
     if not layers:
         raise ValueError(
-            f"parallel.expert_ranks={parallel.expert_ranks}: the model has no routed experts; use "
-            "parallel.expert_ranks=0, or model=interformer_moe"
+            f"parallel.expert_ranks={parallel.expert_ranks}: the model has no routed experts (Kunlun's Wukong experts "
+            "are not routed, and stay whole); use parallel.expert_ranks=0, or model.feed_forward=moe"
         )
     group, count = mesh.whole.get_group("expert"), mesh.size("expert")
     for name, layer in layers:

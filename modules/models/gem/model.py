@@ -18,11 +18,12 @@ from modules.config import StackConfig, option
 from modules.core.side_stream import SideStream
 from modules.cross_layer import CrossLayerAttention
 from modules.embedding import Tokens
+from modules.feed_forward import FeedForwardBlock, FeedForwardConfig
 from modules.gdpa import GDPAConfig
 from modules.history import HistoryEncoder
 from modules.lce import LCE
 from modules.models.gem.heads import DomainHeads
-from modules.models.ranking import WITHOUT_HISTORIES, RequestVectors
+from modules.models.ranking import WITHOUT_HISTORIES, Ranker
 from modules.norms import rms_norm
 from modules.pyramid import PyramidLevel, coarser
 from modules.rotary import Rotation, from_end, rotation
@@ -31,7 +32,7 @@ from modules.wukong import WukongConfig, WukongLayer, in_section
 
 
 @dataclass(kw_only=True)
-class GEMConfig(StackConfig):
+class GEMConfig(FeedForwardConfig, StackConfig):
     name: str = "gem"
     num_heads: int = option(2, least=1)
     num_context: int = option(8, least=1)  # tokens that a request is compressed to, for the weights of the PFFNs
@@ -72,7 +73,7 @@ class GEMConfig(StackConfig):
                 f"model.domain_feature={self.domain_feature}, whose ids a graph is not given; use "
                 'runtime.cuda_graphs=false or model.domain_feature=""'
             )
-        return None
+        return super().graphs_refusal()
 
 
 class LevelTokens(NamedTuple):
@@ -89,7 +90,9 @@ class GEMLayer(nn.Module):
         context = Norm(LCE([request tokens | H of the layer before]))
         S_p, H_p = level p (S_p; context)                              side by side
         T = Norm(target attention(candidates, S_0))
-        X = Norm(X' + MHA(X', X of all earlier layers)),  X' = WukongLayer([X | T | H_0 | H_1 ...])
+        X' = WukongLayer([X | T | H_0 | H_1 ...])
+        X' = Norm(X' + FF(X'))                                         feed_forward
+        X = Norm(X' + MHA(X', X of all earlier layers))
 
     The first layer, which has none `before` it, gets the request's features as tokens of the request; later ones have
     them in X.
@@ -124,6 +127,7 @@ class GEMLayer(nn.Module):
             dropout=config.dropout,
             num_request=of_request + self.num_summaries + of_vendor,
             max_candidates=spec.max_candidates,
+            block=FeedForwardBlock(config, config.dim),
             **config.wukong.machine_options(),
         )
         attends = config.cross_layer and not first
@@ -198,7 +202,7 @@ def _level(config: GEMConfig, max_length: int, window: int | None = None) -> Pyr
     )
 
 
-class GEM(RequestVectors, nn.Module):
+class GEM(Ranker):
     """Logits [C, tasks] from tokens. Histories, of all event types merged by time, stay at the R rows of requests."""
 
     Config = GEMConfig
@@ -246,6 +250,3 @@ class GEM(RequestVectors, nn.Module):
             positions = from_end(starts, each.shape[0])
             levels.append(LevelTokens(each, starts, {width: rotation(positions, width) for width in self.head_dims}))
         return levels
-
-    def aux_loss(self) -> Tensor:
-        return next(self.parameters()).new_zeros(())

@@ -24,7 +24,6 @@ from modules.interaction import DHENLayer
 from modules.jagged_attention import JaggedSelfAttention
 from modules.lce import LCE
 from modules.mlp import MLP, activated
-from modules.moe import MoE
 from modules.norms import add_rms_norm, rms_norm, row_norm
 from modules.pooling import PMA
 from modules.rotary import Rotation
@@ -267,11 +266,8 @@ class SequenceArch(nn.Module):
         pffn_gdpa: GDPAConfig = field(default_factory=GDPAConfig)
         sequence_attention: str = option("softmax", choices=["softmax", "gdpa"])  # gdpa: an activation in its place
         attention_gdpa: GDPAConfig = field(default_factory=GDPAConfig)
-        feed_forward: str = option("none", choices=["none", "dense", "moe"])  # after the sequence attention
-        feed_forward_dim: int = 128
-        moe: MoE.Config = field(default_factory=MoE.Config)
 
-    def __init__(self, config: Config, *, max_length: int) -> None:
+    def __init__(self, config: Config, *, max_length: int, feed_forward: nn.Module | None = None) -> None:
         super().__init__()
         dim, num_heads = config.dim, config.num_heads
         self.pffn: LinearPersonalizedFFN | PersonalizedFFN
@@ -292,11 +288,7 @@ class SequenceArch(nn.Module):
             self.attention = JaggedSelfAttention(dim, num_heads, max_length=max_length)
         else:
             self.attention = GDPASelfAttention(dim, num_heads, max_length=max_length, **vars(config.attention_gdpa))
-        self.feed_forward: nn.Module | None = None
-        if config.feed_forward == "dense":
-            self.feed_forward = MLP(dim, [config.feed_forward_dim], dim)
-        elif config.feed_forward == "moe":
-            self.feed_forward = MoE(dim, **vars(config.moe))
+        self.feed_forward = feed_forward
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(

@@ -23,6 +23,8 @@ from modules.broadcast import CandidateRows, VendorTokens
 from modules.config import StackConfig, option
 from modules.core.side_stream import SideStream
 from modules.embedding import Tokens
+from modules.feature_interaction import FeatureInteractionConfig
+from modules.feed_forward import FeedForwardConfig
 from modules.history import HistoryEncoder
 from modules.mlp import TaskHeads
 from modules.models.interformer.arches import (
@@ -33,8 +35,7 @@ from modules.models.interformer.arches import (
     Summary,
     places_of_ends,
 )
-from modules.models.ranking import RequestVectors
-from modules.moe import MoE
+from modules.models.ranking import Ranker
 from modules.norms import add_rms_norm, row_norm
 from modules.rotary import rotation
 
@@ -56,7 +57,7 @@ class InterFormerLayer(nn.Module):
         self.sequence = sequence
 
 
-class InterFormer(RequestVectors, nn.Module):
+class InterFormer(Ranker):
     """Logits [C, tasks] from tokens.
 
     `sequence_context` says which tokens inform the sequence:
@@ -79,14 +80,23 @@ class InterFormer(RequestVectors, nn.Module):
     takes_vendors = True
 
     @dataclass(kw_only=True)
-    class Config(StackConfig, SequenceSummary.Config, InteractionArch.Config, SequenceArch.Config):
+    class Config(
+        FeedForwardConfig,
+        FeatureInteractionConfig,
+        StackConfig,
+        SequenceSummary.Config,
+        InteractionArch.Config,
+        SequenceArch.Config,
+    ):
         name: str = "interformer"
         table_std: float | None = 0.01  # with row_norm, rare ids then start quiet
         # request: the sequence stays at R rows | candidate: the paper's form, C rows
         sequence_context: str = option("request", choices=["request", "candidate"])
         head_hidden: list[int] = option([128, 64], least=1)
 
-        shared: ClassVar[frozenset[str]] = frozenset({"num_cls", "num_recent", "sequence_context", "head_hidden"})
+        shared: ClassVar[frozenset[str]] = frozenset(
+            {"num_cls", "num_recent", "sequence_context", "head_hidden", "jagged_interaction"}
+        )
         retired: ClassVar[dict[str, Any]] = {"dhen_layers": 1}
         moved: ClassVar[dict[str, str]] = {
             "wukong_layers": "wukong.num_layers",
@@ -109,10 +119,6 @@ class InterFormer(RequestVectors, nn.Module):
                         f"model.{key}.activation={options.activation} must be one name or model.num_heads="
                         f"{self.num_heads} of them, e.g. model.{key}.activation=[{','.join(works)}]"
                     )
-            if self.feed_forward == "moe" and not 1 <= self.moe.top_k <= self.moe.num_experts:
-                raise ValueError(
-                    f"model.moe.top_k={self.moe.top_k} must lie in 1..model.moe.num_experts={self.moe.num_experts}"
-                )
 
         def graphs_refusal(self) -> str | None:
             if self.sequence_context == "candidate":
@@ -120,13 +126,7 @@ class InterFormer(RequestVectors, nn.Module):
                     "model.sequence_context=candidate: its sizes are read from the device; use "
                     "runtime.cuda_graphs=false or model.sequence_context=request"
                 )
-            for layer in self.of_layers():
-                if layer.feed_forward == "moe" and layer.moe.aux_loss_weight:
-                    return (
-                        f"model.moe.aux_loss_weight={layer.moe.aux_loss_weight} gives that no gradient; use "
-                        "runtime.cuda_graphs=false, or balance by model.moe.bias_update_rate with aux_loss_weight=0"
-                    )
-            return None
+            return super().graphs_refusal()
 
     def __init__(self, spec: FeatureSpec, config: Config) -> None:
         super().__init__()
@@ -134,7 +134,9 @@ class InterFormer(RequestVectors, nn.Module):
         self.head_dims = [config.dim // layer.num_heads for layer in of_layers]
         self.num_cls, self.num_recent = config.num_cls, config.num_recent
         self.per_candidate = config.sequence_context == "candidate"
-        num_request, num_candidate = spec.num_request_tokens, spec.num_candidate_tokens
+        self.interaction = config.make_interaction(spec)
+        num_request = spec.num_request_tokens
+        num_candidate = spec.num_candidate_tokens + self.interaction.num_tokens
         num_vendor = spec.num_vendor_tokens
         num_tokens = num_request + num_vendor + num_candidate
         if self.per_candidate:
@@ -169,7 +171,7 @@ class InterFormer(RequestVectors, nn.Module):
                     config,
                     max_candidates=max_candidates,
                 ),
-                SequenceArch(config, max_length=max_length),
+                SequenceArch(config, max_length=max_length, feed_forward=config.make_feed_forward(config.dim)),
             )
 
         # The first layer meets request and candidate tokens apart, which lets each run at its own rows.
@@ -180,7 +182,6 @@ class InterFormer(RequestVectors, nn.Module):
 
         self.history = HistoryEncoder(spec, config.dim)
         self.layers = cast("Sequence[InterFormerLayer]", nn.ModuleList(layers))
-        self.routed = [module for layer in layers for module in layer.modules() if isinstance(module, MoE)]
         self.head_summary = Summary(num_tokens, config)
         self.head_cross = cross(config, num_tokens)
         candidate_width, request_width = (config.num_cls + config.num_pma) * config.dim, of_request * config.dim
@@ -189,7 +190,7 @@ class InterFormer(RequestVectors, nn.Module):
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
         rows = CandidateRows.of(batch)
-        request, candidate = tokens.request, tokens.candidate
+        request, candidate = tokens.request, self.interaction(tokens, rows)
         vendor = None if tokens.vendor is None else VendorTokens.of(tokens.vendor, batch)
         first, *later = self.layers
         if self.per_candidate:
@@ -239,11 +240,6 @@ class InterFormer(RequestVectors, nn.Module):
                 "with model.sequence_context=request has one a request"
             )
         return None
-
-    def aux_loss(self) -> Tensor:
-        """Sum of the routers' balancing losses of the last forward; 0 without MoE layers or weight."""
-        losses = [feed_forward.aux_loss for feed_forward in self.routed]
-        return torch.stack(losses).sum() if losses else next(self.parameters()).new_zeros(())
 
 
 def _prepend(summary: Tensor, values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 from modules.config import StackConfig, layer_config, option, shown
+from modules.feed_forward import FeedForwardConfig
 from modules.gdpa import GDPAConfig
 from modules.wukong import WukongConfig, in_section
 
@@ -19,6 +20,9 @@ INTERACTION = {
     "expert_lcb",
     "wukong",
     "interaction_hidden",
+    "feed_forward",
+    "feed_forward_dim",
+    "moe",
 }
 """Keys of a layer that concern what mixes the event types, so none has them for itself."""
 
@@ -49,7 +53,7 @@ class EventConfig:
 
 
 @dataclass(kw_only=True)
-class KunlunConfig(StackConfig):
+class KunlunConfig(FeedForwardConfig, StackConfig):
     name: str = "kunlun"
     num_heads: int = option(2, least=1)
     num_context: int = option(8, least=1)  # tokens that a request is compressed to, for the weights of the PFFN

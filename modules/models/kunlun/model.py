@@ -15,11 +15,12 @@ from modules.batch import EventType, FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows, VendorTokens
 from modules.core.side_stream import SideStream
 from modules.embedding import Tokens
+from modules.feed_forward import FeedForwardBlock
 from modules.lce import LCE, compress_together
 from modules.mlp import TaskHeads
 from modules.models.kunlun.config import KunlunConfig, check_events, stack_layers
 from modules.models.kunlun.stack import EventStack, EventTokens
-from modules.models.ranking import WITHOUT_HISTORIES, RequestVectors
+from modules.models.ranking import WITHOUT_HISTORIES, Ranker
 from modules.norms import rms_norm
 from modules.wukong import WukongExperts
 
@@ -33,7 +34,8 @@ class KunlunLayer(nn.Module):
 
         X = experts([LCE(X) | T_1 | ... | H_1 | ...])
 
-    over the summaries H at the request's rows, which nothing copies, and all else at the candidates'.
+    over the summaries H at the request's rows, which nothing copies, and all else at the candidates', then
+    `feed_forward`.
     """
 
     gathered_for = ("compress_context", "compress")  # which the model calls beside forward
@@ -69,6 +71,7 @@ class KunlunLayer(nn.Module):
             dropout=config.dropout,
             **config.wukong.machine_options(),
         )
+        self.block = FeedForwardBlock(config, config.dim)
         self.dim = config.dim
 
     def compress_context(self, request: Tensor, events: Sequence[EventTokens | None]) -> Tensor | None:
@@ -92,10 +95,10 @@ class KunlunLayer(nn.Module):
         """X_sum [C, num_summary, d] -> X [C, num_tokens, d]."""
         own = torch.cat([summary, *(each.target for each in events if each.target is not None)], dim=1)
         summaries = [each.summary for each in events if each.summary is not None]
-        return self.experts(own, torch.cat(summaries, dim=1) if summaries else None, rows)
+        return self.block(self.experts(own, torch.cat(summaries, dim=1) if summaries else None, rows))
 
 
-class Kunlun(RequestVectors, nn.Module):
+class Kunlun(Ranker):
     """Logits [C, tasks] from tokens.
 
     Everything about sequences but the candidates' attention to them runs at the R rows of requests: the PFFN's weights
@@ -196,6 +199,3 @@ class Kunlun(RequestVectors, nn.Module):
             assert done is not None
             work.join_all(done.tensors())
         return results
-
-    def aux_loss(self) -> Tensor:
-        return next(self.parameters()).new_zeros(())

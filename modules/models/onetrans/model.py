@@ -19,7 +19,7 @@ from modules.embedding import JaggedSequence, Tokens
 from modules.history import merge_by_time
 from modules.mlp import MLP, SharedLinear, TaskHeads
 from modules.models.onetrans.layer import OneTransLayer, Sequence, kept_lengths
-from modules.models.ranking import WITHOUT_HISTORIES, RequestVectors
+from modules.models.ranking import WITHOUT_HISTORIES, Ranker
 from modules.models.token_mixing.tokens import SideTokens, even_groups
 from modules.norms import rms_norm
 from modules.token_attention import equal_offsets
@@ -138,7 +138,7 @@ class CandidateTokens(nn.Module):
         return torch.cat([*(rows.expand(side(request)) for side in user), item(candidate)], dim=1)
 
 
-class OneTrans(RequestVectors, nn.Module):
+class OneTrans(Ranker):
     """Logits [C, tasks] from tokens."""
 
     Config = OneTransConfig
@@ -207,6 +207,3 @@ class OneTrans(RequestVectors, nn.Module):
         if self.events is None and self.request is None:
             return f"{WITHOUT_HISTORIES}, or use model.request_tokens=1"
         return None
-
-    def aux_loss(self) -> Tensor:
-        return next(self.parameters()).new_zeros(())

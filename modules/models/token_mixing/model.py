@@ -16,7 +16,7 @@ from modules.broadcast import CandidateRows
 from modules.embedding import Tokens
 from modules.lce import LCE
 from modules.mlp import TaskHeads
-from modules.models.ranking import LowerLogits, RequestVectors
+from modules.models.ranking import LowerLogits, Ranker
 from modules.models.token_mixing.config import TokenMixingConfig
 from modules.models.token_mixing.layers import TokenMixingLayer
 from modules.models.token_mixing.sequences import EventNetwork, Events, EventTokens, Sides, means
@@ -125,7 +125,7 @@ class Tokeniser(nn.Module):
         return rms_norm(torch.cat(attended, dim=1))
 
 
-class TokenMixing(LowerLogits, RequestVectors, nn.Module):
+class TokenMixing(LowerLogits, Ranker):
     """Logits [C, tasks] from tokens. Under `one_way`, all of the user side runs at the R rows of requests."""
 
     Config = TokenMixingConfig
@@ -193,6 +193,3 @@ class TokenMixing(LowerLogits, RequestVectors, nn.Module):
     def take_lower(self) -> list[tuple[float, Tensor]]:
         made, self.lower_logits = self.lower_logits, []
         return [(self.config.lower_weight, logits) for logits in made]
-
-    def aux_loss(self) -> Tensor:
-        return next(self.parameters()).new_zeros(())

@@ -74,14 +74,22 @@ def test_gradients_are_means_over_all_ranks(tmp_path: Path) -> None:
         torch.testing.assert_close(moments[1][name], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_tokens_that_travel_in_mxfp8_give_a_loss_close_by(tmp_path: Path) -> None:
+def test_experts_on_two_ranks_give_the_loss_of_whole_ones_or_one_close_by_for_tokens_in_mxfp8(tmp_path: Path) -> None:
+    """Of DCNv2; `test_gradients_are_means_over_all_ranks` has those of InterFormer."""
+    dcn = ["model=dcnv2" if override == "model=dlrm" else override for override in TINY_DLRM]
     losses = []
-    for payload in ("full", "mxfp8"):
-        options = ("runtime.steps=2", "parallel.expert_ranks=2", f"parallel.expert_payload={payload}")
-        train_ranks(2, tmp_path / payload, *options, base=EXACT)
-        losses.append([record.values["loss"] for record in training(tmp_path / payload)])
-    assert losses[0] != losses[1]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-2)  # rows, a part of their tokens, are rounded by up to 2^-4
+    for name, *options in (
+        ("whole",),
+        ("full", "parallel.expert_ranks=2"),
+        ("mxfp8", "parallel.expert_ranks=2", "parallel.expert_payload=mxfp8"),
+    ):
+        options += ["runtime.steps=2", "precision=fp32", "model.feed_forward=moe"]
+        train_ranks(2, tmp_path / name, *options, base=(*dcn, *CONSTANT))
+        losses.append([record.values["loss"] for record in training(tmp_path / name)])
+    whole, full, rounded = losses
+    assert full == pytest.approx(whole, rel=1e-5)  # sums are taken in another order
+    assert rounded != full
+    assert rounded == pytest.approx(full, rel=1e-2)  # rows, a part of their tokens, are rounded by up to 2^-4
 
 
 def test_in_bfloat16_layers_are_gathered_as_autocast_rounds_them(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.broadcast import CandidateRows
 from modules.embedding import FeatureEmbedding
+from modules.mlp import MLP
 from modules.models import build
 from modules.models.interformer import InterFormer
 from modules.models.interformer.arches import (
@@ -164,10 +165,8 @@ def test_sequence_arch_is_pffn_then_attention_then_feed_forward_with_residuals(p
         pffn=pffn,
         pffn_hidden=6,
         sequence_attention=attention,
-        feed_forward="dense",
-        feed_forward_dim=16,
     )
-    arch = SequenceArch(config, max_length=4).double()
+    arch = SequenceArch(config, max_length=4, feed_forward=MLP(DIM, [16], DIM)).double()
     summary, values = torch.randn(2, 2, DIM).double(), torch.randn(6, DIM).double()
     offsets = offsets_of([4, 2])
     angles = rotation(torch.arange(6), DIM // 2)

@@ -23,10 +23,14 @@ import kernels.jagged
 import modules.broadcast
 import modules.core.checks
 from kernels.core import dispatch
+from kernels.tokens import EPSILON
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature, VectorFeature
+from modules.broadcast import CandidateRows
 from modules.config import ModelConfig
 from modules.core.flops import FlopCounter, count_flops
 from modules.embedding import FeatureEmbedding, LocalEmbedding
+from modules.feature_interaction import JaggedFeatureInteraction
+from modules.feed_forward import FeedForwardBlock
 from modules.models import build
 from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.gem import GEM
@@ -37,6 +41,8 @@ from modules.models.onetrans import OneTransConfig
 from modules.models.token_mixing import TokenMixingConfig
 from modules.models.wukong import Wukong
 from modules.moe import MoE
+from modules.norms import rms_norm, row_norm
+from modules.precision import apply_recipe, in_high_precision
 from modules.target_attention import TargetAttention
 from modules.wukong import WukongConfig
 from tests.modules.factories import random_batch, random_spec, vendor_spec
@@ -50,6 +56,7 @@ SMALL: dict[str, Any] = {
 }
 ATTENTIVE = WukongConfig(rank=3, machine="attentive")
 MOE = {"num_experts": 4, "top_k": 2, "expert_dim": 8}
+EXPERTS: dict[str, Any] = {"feed_forward": "moe", "moe": MoE.Config(**MOE)}
 WUKONG: dict[str, Any] = {"dim": 8, "rank": 3, "hidden": [16], "head_hidden": [16], "num_fmb": 4, "num_lcb": 4}
 GEM_SMALL: dict[str, Any] = {
     "dim": 8,
@@ -84,30 +91,35 @@ TOKEN_MIXERS: dict[str, dict[str, Any]] = {
 VARIANTS: dict[str, Any] = {
     "interformer": InterFormer.Config(**SMALL),
     "interformer-candidate": InterFormer.Config(**SMALL, sequence_context="candidate", feed_forward="dense"),
-    "interformer-moe": InterFormer.Config(**SMALL, feed_forward="moe", moe=MoE.Config(**MOE), num_layers=1),
+    "interformer-moe": InterFormer.Config(**SMALL, **EXPERTS, num_layers=1),
     "interformer-layers": InterFormer.Config(
         **SMALL,
         layers=[{"num_heads": 1, "pffn": "gdpa", "pffn_hidden": 8}, {"interaction": "wukong", "wukong": {"rank": 3}}],
     ),
-    "interformer-gdpa": InterFormer.Config(**SMALL, pffn="gdpa", pffn_hidden=8, sequence_attention="gdpa"),
+    "interformer-gdpa": InterFormer.Config(
+        **SMALL, pffn="gdpa", pffn_hidden=8, sequence_attention="gdpa", jagged_interaction=True
+    ),
     "interformer-wukong": InterFormer.Config(
         **SMALL, interaction="wukong", wukong=WukongStackConfig(rank=3), num_layers=1
     ),
     "din": DIN.Config(dim=8, attention_hidden=[8], hidden=[16]),
     "dcnv2": DCNv2.Config(dim=8, rank=4, hidden=[16]),
+    "dcnv2-moe": DCNv2.Config(dim=8, rank=4, hidden=[16], **EXPERTS, jagged_interaction=True),
     "dlrm": DLRM.Config(dim=8, bottom_hidden=[8], top_hidden=[16]),
+    "dlrm-interaction": DLRM.Config(dim=8, bottom_hidden=[8], top_hidden=[16], jagged_interaction=True),
     "wukong": Wukong.Config(**WUKONG),
     "wukong-plain": Wukong.Config(**WUKONG, machine="plain"),
     "wukong-attentive": Wukong.Config(**WUKONG, machine="attentive"),
     "wukong-layers": Wukong.Config(
-        **WUKONG, layers=[{"machine": "attentive", "num_fmb": 3}, {"machine": "plain", "hidden": []}, {"rank": 2}]
+        **WUKONG,
+        layers=[{"machine": "attentive", "num_fmb": 3, **EXPERTS}, {"machine": "plain", "hidden": []}, {"rank": 2}],
     ),
     "gem": GEM.Config(**GEM_SMALL),
     "gem-layers": GEM.Config(
         **GEM_SMALL,
         layers=[
             {"num_heads": 1, "num_tokens": 3, "num_context": 3, "wukong": {"machine": "attentive"}},
-            {"window": 1, "num_target": 1, "num_fmb": 3, "pffn_gdpa": {"activation": "silu"}},
+            {"window": 1, "num_target": 1, "num_fmb": 3, "pffn_gdpa": {"activation": "silu"}, **EXPERTS},
             {"cross_layer": False, "pffn_hidden": 4},
         ],
     ),
@@ -124,7 +136,7 @@ VARIANTS: dict[str, Any] = {
         layers=[
             {"compute": ["attention", "pooling"], "num_target": 3, "num_heads": 1},
             {"compute": ["pffn", "attention"], "num_context": 3, "num_experts": 3, "wukong": {"machine": "attentive"}},
-            {"compute": ["pffn"], "pffn": "linear", "num_summary": 4},
+            {"compute": ["pffn"], "pffn": "linear", "num_summary": 4, **EXPERTS},
             {"window": 1, "num_target": 0, "pooling": "pma", "shared_kv": False, "compute": ["attention", "pooling"]},
         ],
         events={"event1": EventConfig(dim=16, layers=[{"num_tokens": 2}, {"compute": ["pffn", "pooling"]}])},
@@ -435,14 +447,64 @@ def test_step_reads_nothing_from_the_device(variant, monkeypatch):
         batch.labels.sum().item()
 
 
-def test_aux_loss_is_the_sum_over_layers():
+@pytest.mark.parametrize("kind", [InterFormer, Kunlun, GEM, Wukong, DCNv2])
+def test_experts_of_every_large_model_are_balanced_and_run_on_mxfp8_operands(kind):
+    """32 is a block of MXFP8."""
+    batch = random_batch(random_spec())
+    experts = {"feed_forward": "moe", "moe": MoE.Config(num_experts=4, top_k=2, expert_dim=32, aux_loss_weight=0.1)}
+    config = kind.Config(dim=32, **{"hidden": [32]} if kind is DCNv2 else {"num_layers": 2}, **experts)
+    assert "aux_loss_weight=0.1 gives that no gradient" in (config.graphs_refusal() or "")
+    model = Ranking(config, random_spec())
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    rows = [row for row in apply_recipe(model, "mxfp8_g128", ["*.experts"]) if row.recipe == "mxfp8_g128"]
+    assert len(rows) == len(layers) == 2 - (kind is DCNv2)
+    logits = model(batch)
+    assert min(layer.aux_loss for layer in layers) > 0.01
+    torch.testing.assert_close(model.arch.aux_loss(), torch.stack([layer.aux_loss for layer in layers]).sum())
+    model.arch.aux_loss().backward()
+    assert all((layer.router.gate.weight.grad != 0).any() for layer in layers)
+    with in_high_precision(model):
+        assert 0 < (model(batch) - logits).abs().max() < 0.1  # operands are rounded by up to 2^-4
+
+
+def test_jagged_feature_interaction_is_a_softmax_over_each_field_for_each_candidate():
     spec = random_spec()
-    model = Ranking("interformer-moe", spec, num_layers=2, moe=MoE.Config(**MOE, aux_loss_weight=0.1))
-    model(random_batch(spec))
-    first, second = (layer.sequence.feed_forward.aux_loss for layer in model.arch.layers)
-    assert first > 0.01
-    assert second > 0.01
-    torch.testing.assert_close(model.arch.aux_loss(), first + second)
+    for sizes, lengths in (((3, 0, 2), (4, 3, 0)), ((4,), (5,)), ((2, 1), (0, 0))):
+        batch = double(random_batch(spec, sizes, lengths))
+        embedding = FeatureEmbedding(spec, 8, device="cpu")
+        embedding.collection = DoubleLookup(embedding.collection)
+        layer = JaggedFeatureInteraction(spec, 8, spec.histories).double()
+        tokens = embedding.double()(batch)
+        out, rows = layer(tokens, CandidateRows.of(batch)), []
+        for candidate, owner in zip(tokens.candidate, batch.owner, strict=True):
+            targets, made = layer.targets.candidate.weight @ row_norm(candidate), []
+            for event in spec.histories:
+                history = tokens.histories[event.name]
+                first, end = history.offsets[owner : owner + 2]
+                for field in history.values[first:end].unflatten(1, (-1, 8)).unbind(1):
+                    weights = (row_norm(field) @ targets[len(made)] / 8**0.5).softmax(0)
+                    made.append(weights @ field)
+            rows.append(torch.cat([torch.stack(made), candidate]))
+        expected = torch.stack(rows)
+        torch.testing.assert_close(out, expected)
+        inputs = [*layer.parameters(), *embedding.collection.parameters()]
+        upstream = torch.randn_like(out)
+        for actual, wanted in zip(
+            torch.autograd.grad(out, inputs, upstream, allow_unused=True, retain_graph=True),
+            torch.autograd.grad(expected, inputs, upstream, allow_unused=True), strict=True
+        ):  # fmt: skip
+            torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_feed_forward_block_is_a_residual_layer_between_norms(kind):
+    config = Wukong.Config(feed_forward=kind, feed_forward_dim=5, moe=MoE.Config(**MOE))
+    block, x = FeedForwardBlock(config, 8).double(), rms_norm(torch.randn(3, 4, 8).double())
+    y = x + block.feed_forward(x)
+    torch.testing.assert_close(block(x), y / (y.square().mean(2, keepdim=True) + EPSILON).sqrt())
+    assert FeedForwardBlock(Wukong.Config(), 8)(x) is x
+    with pytest.raises(ValueError, match=r"model\.moe\.top_k=5 must lie in 1\.\.model\.moe\.num_experts=4"):
+        build(Wukong.Config(moe=MoE.Config(num_experts=4, top_k=5)), random_spec())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,12 +1,12 @@
 """Speeds of several configurations on one GPU, one after the other:
 
-    python -m tools.speeds OUT.jsonl ARMS.yaml
+    python -m tools.speeds OUT.jsonl ARMS.yaml [PART OF A NAME ...]
 
 ARMS is a list of {name, limit, overrides}; `limit` are the seconds that an arm may take, and overrides may hold lists
 of overrides. Each arm runs as in `train.commands.speed`, without torchrun, and appends a line to OUT: its rates and
 memory, the loss of each logging window, versions and the commit, and with `traced: true` the times of five traced
 steps. Arms whose names are in OUT are left out, so the same command goes on after an interruption. One with
-`if_failed: NAME` runs only if that one has failed.
+`if_failed: NAME` runs only if that one has failed. With parts of names, arms that have none of them are left out.
 
     python -m tools.speeds OUT.jsonl --json FILE.json
 
@@ -53,6 +53,14 @@ def append(file: Path, row: Row) -> None:
 
 def arms_of(file: Path) -> list[Row]:
     return [{**arm, "overrides": _flat(arm["overrides"])} for arm in yaml.safe_load(file.read_text())]
+
+
+def chosen(arms: list[Row], parts: list[str]) -> list[Row]:
+    """Those whose names have one of the parts; ValueError for a part that no name has."""
+    for part in parts:
+        if not any(part in arm["name"] for arm in arms):
+            raise ValueError(f"no arm is called {part!r}; they are {', '.join(arm['name'] for arm in arms)}")
+    return [arm for arm in arms if not parts or any(part in arm["name"] for part in parts)]
 
 
 def _flat(overrides: list[Any]) -> list[str]:
@@ -194,7 +202,7 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through `finally`
     worker: Worker | None = None
     try:
-        for arm in arms_of(Path(arguments[1])):
+        for arm in chosen(arms_of(Path(arguments[1])), arguments[2:]):
             failed = {row["name"]: "error" in row for row in rows_of(file)}
             if arm["name"] in failed or not failed.get(arm.get("if_failed"), True):
                 continue

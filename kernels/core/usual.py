@@ -19,6 +19,7 @@ SIZES: dict[str, Hashable] = {
     "least_depth": 256,
     "dim": 256,
     "expert_dim": 256,
+    "out_dim": 256,
     "num_experts": 8,
     "k": 2,
     "group": 32,

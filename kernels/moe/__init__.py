@@ -18,7 +18,7 @@ from kernels.moe.reference import Order, combine, gather, swiglu
 from kernels.moe.selection import top_k
 from kernels.mxfp8 import QUANTIZED, check_recipe
 
-__all__ = ["Order", "combine", "experts", "gather", "swiglu", "top_k"]
+__all__ = ["Order", "combine", "experts", "gather", "is_fused", "swiglu", "top_k"]
 
 GROUPS = {"bf16": 0, **QUANTIZED}
 """Elements that share a scale, by recipe; 0 is not quantised."""
@@ -39,10 +39,10 @@ def experts(
 
     Args:
         x: [N, D]; selected_experts: [N, k] int64, 0..E - 1; weights: [N, k], usually float32.
-        gate_up: [E, 2F, D], W_gate in rows 0:F and W_up in rows F:2F; down: [E, D, F].
+        gate_up: [E, 2F, D], W_gate in rows 0:F and W_up in rows F:2F; down: [E, O, F], of which O is D as a rule.
         recipe: of the products, one of `kernels.mxfp8.RECIPES`.
     Returns:
-        [N, D] in autocast's dtype under autocast, otherwise in that of x. Gradients for all but `selected_experts`.
+        [N, O] in autocast's dtype under autocast, otherwise in that of x. Gradients for all but `selected_experts`.
     Raises:
         ValueError: unknown recipe, or shapes that don't fit together.
     """
@@ -52,9 +52,9 @@ def experts(
     num_experts, double, dim = gate_up.shape
     if x.dim() != 2 or x.shape[1] != dim:
         raise ValueError(f"x must be [N, {dim}], as wide as gate_up {list(gate_up.shape)}, got {list(x.shape)}")
-    if double % 2 or down.shape != (num_experts, dim, double // 2):
+    if double % 2 or down.dim() != 3 or (down.shape[0], down.shape[2]) != (num_experts, double // 2):
         raise ValueError(
-            f"down must be [E, D, F] = [{num_experts}, {dim}, {double // 2}] for gate_up [E, 2F, D] = "
+            f"down must be [E, O, F] = [{num_experts}, O, {double // 2}] for gate_up [E, 2F, D] = "
             f"{list(gate_up.shape)}, got {list(down.shape)}"
         )
     if selected_experts.shape != weights.shape or weights.dim() != 2 or weights.shape[0] != x.shape[0]:
@@ -63,15 +63,27 @@ def experts(
             f"{list(selected_experts.shape)} and {list(weights.shape)}"
         )
     out_dtype = dispatch.autocast_dtype(x)
-    facts = {
+    facts = _facts(gate_up, down, recipe, out_dtype)
+    return dispatch.choose("moe_experts", backend, x, **facts)(x, selected_experts, weights, gate_up, down, recipe)
+
+
+def is_fused(x: Tensor, gate_up: Tensor, down: Tensor, recipe: str) -> bool:
+    """Whether `experts` of rows like x is one operator, not products and passes one after the other."""
+    facts = _facts(gate_up, down, recipe, dispatch.autocast_dtype(x))
+    return dispatch.serving("moe_experts", x, **facts) != "reference"
+
+
+def _facts(gate_up: Tensor, down: Tensor, recipe: str, out_dtype: torch.dtype) -> dict[str, Hashable]:
+    num_experts, double, dim = gate_up.shape
+    return {
         # Without a recipe, operands have the dtype of the result.
         "operands": {torch.bfloat16: "bf16"}.get(out_dtype, str(out_dtype)) if recipe == "none" else recipe,
         "out_dtype": out_dtype,
         "dim": dim,
         "expert_dim": double // 2,
         "num_experts": num_experts,
+        "out_dim": down.shape[1],
     }
-    return dispatch.choose("moe_experts", backend, x, **facts)(x, selected_experts, weights, gate_up, down, recipe)
 
 
 def _hopper(
@@ -84,6 +96,7 @@ def _hopper(
     dim: int,
     expert_dim: int,
     num_experts: int,
+    out_dim: int,
 ) -> str | None:
     if reason := dispatch.needs_triton(device, capability, (9, 0)):
         return reason
@@ -91,8 +104,11 @@ def _hopper(
         return f"multiplies operands of {', '.join(GROUPS)}, not {operands}"
     if dtype not in FLOATS or out_dtype not in FLOATS:
         return f"takes and returns bfloat16 or float32, not {dtype} and {out_dtype}"
-    if dim % 32 or expert_dim % 128:
-        return f"needs dim in multiples of 32 and expert_dim in multiples of 128, got {dim} and {expert_dim}"
+    if dim % 32 or out_dim % 32 or expert_dim % 128:
+        return (
+            f"needs dim and out_dim in multiples of 32 and expert_dim in multiples of 128, got {dim}, {out_dim} and "
+            f"{expert_dim}"
+        )
     if num_experts > 1024:
         return f"counts up to 1024 experts at once, got {num_experts}"
     return None

@@ -49,11 +49,14 @@ def _serving_linear(weight: Tensor, group: int, device: torch.device) -> str:
     return dispatch.serving("mxfp8_linear", like, **facts, group=group, out_dtype=torch.bfloat16)
 
 
-def multiplies_expert_codes(gate_up: Tensor, recipe: str, group: int, device: torch.device) -> bool:
-    """As `multiplies_linear_codes`, for `kernels.moe.experts` with gate_up [E, 2F, D]: all its products, so narrow
-    experts that are one operator around products of dequantised operands do not count."""
+def multiplies_expert_codes(
+    gate_up: Tensor, recipe: str, group: int, device: torch.device, out_dim: int | None = None
+) -> bool:
+    """As `multiplies_linear_codes`, for `kernels.moe.experts` with gate_up [E, 2F, D] and `out_dim` outputs, by
+    default D: all its products, so narrow experts that are one operator around products of dequantised operands do not
+    count."""
     like = torch.empty(0, dtype=torch.bfloat16, device=device)
-    return "reference" not in _serving_experts(like, gate_up, recipe, group)[1]
+    return "reference" not in _serving_experts(like, gate_up, recipe, group, out_dim)[1]
 
 
 def linear_execution(weight: Tensor, group: int) -> str:
@@ -78,18 +81,20 @@ def _serving_grouped(weight: Tensor, device: torch.device) -> str:
     return dispatch.serving("mxfp8_grouped_mm", like, in_features=weight.shape[2], out_features=weight.shape[1])
 
 
-def experts_execution(gate_up: Tensor, recipe: str, group: int) -> str:
+def experts_execution(gate_up: Tensor, recipe: str, group: int, out_dim: int | None = None) -> str:
     """How `kernels.moe.experts` under autocast to bfloat16 multiplies; gate_up [E, 2F, D], `group` the recipe's."""
-    layer, paths = _serving_experts(gate_up.new_empty(0, dtype=torch.bfloat16), gate_up, recipe, group)
+    layer, paths = _serving_experts(gate_up.new_empty(0, dtype=torch.bfloat16), gate_up, recipe, group, out_dim)
     return f"{layer}: " + "; ".join(_GROUPED.get(path, _dequantised(gate_up.device)) for path in sorted(paths))
 
 
-def _serving_experts(like: Tensor, gate_up: Tensor, recipe: str, group: int) -> tuple[str, set[str]]:
+def _serving_experts(
+    like: Tensor, gate_up: Tensor, recipe: str, group: int, out_dim: int | None
+) -> tuple[str, set[str]]:
     """(what serves the layer, what serves its products)."""
     num_experts, double, dim = gate_up.shape
-    facts = {"dim": dim, "expert_dim": double // 2, "num_experts": num_experts}
+    facts = {"dim": dim, "expert_dim": double // 2, "num_experts": num_experts, "out_dim": out_dim or dim}
     layer = dispatch.serving("moe_experts", like, operands=recipe, out_dtype=torch.bfloat16, **facts)
-    widths = [(dim, double), (double // 2, dim)]
+    widths = [(dim, double), (double // 2, out_dim or dim)]
     if layer == "reference":
         names = {dispatch.serving("mxfp8_grouped_mm", like, in_features=k, out_features=n) for k, n in widths}
         if names == {"reference"}:

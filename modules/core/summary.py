@@ -152,7 +152,8 @@ def summarise(
     try:
         devices = [device] if device.type == "cuda" else []
         keeping = saved_tensors_hooks(watch.keep, lambda tensor: tensor)
-        with torch.random.fork_rng(devices), torch.enable_grad(), watch, keeping:
+        asked = dispatch.asked_of(capability)
+        with torch.random.fork_rng(devices), torch.enable_grad(), watch, keeping, asked:
             arch.eval()(tokens, batch)
     finally:
         arch.train(training)

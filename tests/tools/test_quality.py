@@ -75,6 +75,20 @@ def test_a_next_item_run_is_held_against_its_published_row() -> None:
         check.compare(table, "hstu", {"next/ndcg@10": 0.183}, 0.001)
 
 
+def test_token_mixing_is_held_against_the_model_that_it_is_configured_as() -> None:
+    for name in ("rankmixer", "tokenmixer", "hyformer", "mixformer", "wukong"):
+        config = configuration([f"model={name}", "data=kuaivideo"])
+        assert check.published_name(dataclasses.asdict(config.model)) == name
+    saved = dataclasses.asdict(configuration(["model=din", "data=kuairand"]).data)
+    assert check.table_name(saved) == "kuairand_1k"
+    with pytest.raises(ValueError, match="no published table"):
+        check.table_name(saved | {"files": ["log_standard_4_08_to_4_21_pure.csv"]})
+    test = {"click/gauc": 0.67, "click/auc": 0.75, "click/log_loss": 0.43}
+    lines, kept = check.compare(check.published("kuaivideo_x1"), "rankmixer", test, 0.001)
+    assert kept
+    assert "0.6634      0.7436" in next(line for line in lines if line.startswith("rankmixer"))
+
+
 @pytest.mark.parametrize("name", ["diginetica", "nowplaying", "tmall", "amazon_beauty", "amazon_sports", "amazon_toys"])
 def test_sets_that_share_a_configuration_are_told_apart_by_their_folder(name: str, tmp_path: Path) -> None:
     experiment = "amazon_sasrec" if name.startswith("amazon") else "sessions_sasrec"

@@ -54,6 +54,9 @@ def test_every_measured_arm_is_a_configuration(file: Path) -> None:
     register_schema()
     arms = speeds.arms_of(file)
     assert len({arm["name"] for arm in arms}) == len(arms)
+    assert speeds.chosen(arms, [arms[-1]["name"]])[-1] is arms[-1]
+    with pytest.raises(ValueError, match="no arm is called 'nobody'; they are"):
+        speeds.chosen(arms, [arms[0]["name"], "nobody"])
     with initialize_config_dir(str(speeds.CONFIGS), version_base="1.3"):
         for arm in arms:
             assert to_config(compose("train", arm["overrides"])).runtime.steps >= 20

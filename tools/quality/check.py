@@ -40,12 +40,23 @@ def compare(table: dict[str, Any], model: str, test: dict[str, float], tolerance
     rows = sorted([*table["rows"].items(), ("this run", own)], key=lambda row: -row[1][column])
     width = 2 + max(len(name) for name, _ in rows)
     lines = [" " * width + "".join(f"{metric:>12s}" for metric in metrics)]
-    lines += [f"{name:{width}s}" + "".join(f"{value:12.4f}" for value in values) for name, values in rows]
+    lines += [f"{name:{width}s}" + "".join(map(_shown, values)) for name, values in rows]
     row = table["rows"].get(model)
     if row is None:
         return [*lines, f"no published row is of model={model}"], True
     gap = own[column] - row[column]
     return [*lines, f"{compared.upper()} of {model}: {gap:+.4f} against the published row"], gap >= -tolerance
+
+
+def _shown(value: float | None) -> str:
+    return f"{'':12s}" if value is None else f"{value:12.4f}"
+
+
+def published_name(model: dict[str, Any]) -> str:
+    """What tables call a run's model: those of token mixing, which is one model, by how they read sequences and mix."""
+    of_keys = {"heads": "mixformer", "queries": "hyformer", "revert": "tokenmixer", "add": "rankmixer"}
+    found = [of_keys[model[key]] for key in ("sequences", "mixing") if model.get(key) in of_keys]
+    return found[0] if found and model["name"] == "token_mixing" else str(model["name"])
 
 
 @cache
@@ -61,6 +72,7 @@ def table_name(saved: dict[str, Any]) -> str:
         data = data_config(table["data"])
         same = ("user", "labels", "request_categorical", "candidate_categorical", "candidate_numeric")
         ours = all(saved.get(key) == getattr(data, key) for key in same)
+        ours = ours and table.get("files") in (None, saved.get("files"))
         if ours and table.get("folder") in (None, Path(saved["root"]).resolve().name):
             return name
     raise ValueError(
@@ -78,7 +90,7 @@ def main(arguments: list[str]) -> int:
         config = json.loads((options.run_dir / "config.json").read_text())["config"]
         results = json.loads((options.run_dir / "results.json").read_text())
         table = published(table_name(config["data"]))
-        lines, kept = compare(table, config["model"]["name"], results["test"], options.tolerance)
+        lines, kept = compare(table, published_name(config["model"]), results["test"], options.tolerance)
     except (OSError, KeyError, ValueError) as error:
         print(f"{options.run_dir}: {error}", file=sys.stderr)
         return 2

@@ -83,7 +83,7 @@ def _forward(
     dtype: torch.dtype,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out [N, D], and what the backward needs: empty tensors unless `keep`)."""
+    """(out [N, O], and what the backward needs: empty tensors unless `keep`)."""
     from kernels.moe.hopper.gather import gather
     from kernels.moe.triton import route
 
@@ -108,7 +108,7 @@ def _forward(
 
 @_forward.register_fake
 def _(x, chosen, weights, gate_up, down, group, dtype, keep):
-    out = x.new_empty(x.shape, dtype=dtype)
+    out = x.new_empty(x.shape[0], down.shape[1], dtype=dtype)
     if not keep:
         return out, *(out.new_empty(0) for _ in range(_KEPT))
     num_experts, double, width = gate_up.shape
@@ -127,8 +127,8 @@ def _(x, chosen, weights, gate_up, down, group, dtype, keep):
     if _quantizes_both(down, group):
         hidden_width = double // 2
         transposed = [
-            down.new_empty(num_experts, hidden_width, width, dtype=torch.float8_e4m3fn),
-            down.new_empty(width // 128, num_experts * hidden_width, dtype=TABLES[VALUES]),
+            down.new_empty(num_experts, hidden_width, down.shape[1], dtype=torch.float8_e4m3fn),
+            down.new_empty(down.shape[1] // 128, num_experts * hidden_width, dtype=TABLES[VALUES]),
             down.new_empty(1, dtype=torch.int32),
         ]
     kept_scales = x.new_empty(scales, dtype=scale_dtype)
@@ -225,7 +225,10 @@ def _unneeded(grad: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, dtyp
 
 @_backward.register_fake
 def _(grad, weights, gate_up, down, kept, group, dtype, needs):
-    full = (grad.new_empty(grad.shape, dtype=dtype), *(t.new_empty(t.shape) for t in (weights, gate_up, down)))
+    full = (
+        grad.new_empty(grad.shape[0], gate_up.shape[2], dtype=dtype),
+        *(t.new_empty(t.shape) for t in (weights, gate_up, down)),
+    )
     empty = _unneeded(grad, weights, gate_up, down, dtype)
     return tuple(full[i] if needed else empty[i] for i, needed in enumerate(needs))
 

@@ -39,6 +39,7 @@ class TokenMixingConfig(StackConfig):
     feed_forward: str = option("swiglu", choices=FEED_FORWARDS)
     per_token: bool = True  # weights of its own for each token; false: one set a side
     expansion: float = option(4.0, example=4.0)  # hidden width of a token's network, in token_dim
+    bias: bool = True  # of networks; false: on Hopper a SwiGLU network of each token is one operator
     output_std: float = 0.0  # of the networks' last weights at first; 0: as of any linear layer
     moe: SparseConfig = field(default_factory=SparseConfig)
     interval: int = 0  # blocks after which their input is added again, but not to the last one's output; 0: never

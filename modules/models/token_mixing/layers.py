@@ -69,7 +69,7 @@ class SparseFeedForward(nn.Module):
             bias_update_rate=sparse.bias_update_rate,
             num_kinds=kinds,
         )
-        options: dict[str, Any] = {"per_token": config.per_token, "std": config.output_std}
+        options: dict[str, Any] = {"per_token": config.per_token, "bias": config.bias, "std": config.output_std}
         self.shared = TokenFeedForward(num_tokens, dim, hidden, dim, **options) if sparse.shared_expert else None
         self.alpha = sparse.alpha
         self.dropout = nn.Dropout(config.dropout)
@@ -117,6 +117,7 @@ def _network(config: TokenMixingConfig, num_tokens: int, own: int, shared: int, 
         shared_dim=shared,
         activation=None if config.feed_forward == "linear" else config.feed_forward,
         per_token=config.per_token,
+        bias=config.bias,
         std=config.output_std,
         dropout=config.dropout,
     )

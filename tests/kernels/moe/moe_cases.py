@@ -30,15 +30,24 @@ ROUTINGS = [
 ]
 
 
-def layer(num_tokens: int, dim: int, expert_dim: int, num_experts: int, top_k: int, load: str = "random"):
+def layer(
+    num_tokens: int,
+    dim: int,
+    expert_dim: int,
+    num_experts: int,
+    top_k: int,
+    load: str = "random",
+    out_dim: int | None = None,
+):
+    out_dim = out_dim or dim
     chosen = routing(num_tokens, num_experts, top_k, load)
     leaves = {
         "x": random(num_tokens, dim, seed=1),
         "weights": torch.rand(num_tokens, top_k, generator=torch.Generator().manual_seed(2)),
         "gate_up": random(num_experts, 2 * expert_dim, dim, seed=3) / dim**0.5,
-        "down": random(num_experts, dim, expert_dim, seed=4) / expert_dim**0.5,
+        "down": random(num_experts, out_dim, expert_dim, seed=4) / expert_dim**0.5,
     }
-    return chosen, leaves, random(num_tokens, dim, seed=5)
+    return chosen, leaves, random(num_tokens, out_dim, seed=5)
 
 
 def same_codes(actual: Tensor, expected: Tensor) -> bool:

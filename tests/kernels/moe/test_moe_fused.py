@@ -27,7 +27,7 @@ from tests.kernels.moe.moe_cases import RECIPES, layer, random
 
 
 def one_at_a_time(chosen: Tensor, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    out = torch.zeros_like(x)
+    out = x.new_zeros(len(x), down.shape[1])
     for expert, (first, second) in enumerate(zip(gate_up, down, strict=True)):
         gate, up = (x @ first.t()).chunk(2, 1)
         share = (weights * (chosen == expert)).sum(1, keepdim=True)
@@ -81,8 +81,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_fused_operator_is_the_layer(on_cpu: None, recipe: str, dtype: torch.dtype) -> None:
-    chosen, leaves, upstream = layer(150, 96, 128, 3, 2)
-    compare(fused.experts, chosen, leaves, upstream, recipe, "cpu", dtype)
+    for case in (layer(150, 96, 128, 3, 2), layer(60, 96, 128, 3, 1, out_dim=160)):
+        compare(fused.experts, *case, recipe, "cpu", dtype)
 
 
 def qualities(run, case: tuple, recipe: str, device: str) -> dict[str, float]:
@@ -139,7 +139,7 @@ def test_the_fused_operator_traces(recipe: str) -> None:
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode():
-        chosen, leaves, upstream = layer(10, 64, 128, 3, 2)
+        chosen, leaves, upstream = layer(10, 64, 128, 3, 2, out_dim=96)
         leaves = {name: value.requires_grad_() for name, value in leaves.items()}
         y = fused.experts(selected_experts=chosen, recipe=recipe, **leaves)
         grads = torch.autograd.grad(y, list(leaves.values()), upstream)
@@ -245,7 +245,7 @@ def test_bad_shapes_say_what_fits() -> None:
     chosen, leaves, _ = layer(4, 32, 128, 3, 2)
     with pytest.raises(ValueError, match=r"x must be \[N, 32\].*got \[4, 31\]"):
         moe.experts(selected_experts=chosen, recipe="none", **leaves | {"x": leaves["x"][:, 1:]})
-    with pytest.raises(ValueError, match=r"down must be \[E, D, F\] = \[3, 32, 128\]"):
+    with pytest.raises(ValueError, match=r"down must be \[E, O, F\] = \[3, O, 128\]"):
         moe.experts(selected_experts=chosen, recipe="none", **leaves | {"down": leaves["down"].mT})
     with pytest.raises(ValueError, match=r"selected_experts and weights must be \[4, k\].*\[3, 2\]"):
         moe.experts(selected_experts=chosen[1:], recipe="none", **leaves)
@@ -266,6 +266,7 @@ def test_gpu_experts(recipe: str, dtype: torch.dtype) -> None:
     for case in (
         layer(700, 256, 384, 5, 3),
         layer(100, 96, 128, 7, 2, "one"),
+        layer(500, 256, 128, 4, 1, out_dim=384),
         layer(1, 128, 128, 4, 2),
         layer(0, 128, 128, 4, 2),
     ):

@@ -23,13 +23,18 @@ CONFIG = OneTransConfig(**ONETRANS, last_events=2, length_multiple=1, num_layers
 
 
 def linear(layer: Any, x: Tensor) -> Tensor:
-    y = torch.einsum("...ti,toi->...to", x, layer.weight)
-    return y if layer.bias is None else y + layer.bias.view(layer.weight.shape[:2])
+    return product(x, layer.weight, layer.bias)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = torch.einsum("...ti,toi->...to", x, weight)
+    return y if bias is None else y + bias.view(weight.shape[:2])
 
 
 def after(part: Any, x: Tensor, attended: Tensor) -> Tensor:
     x = x + linear(part.output, attended)
-    return x + linear(part.ffn.output, F.gelu(linear(part.ffn.own, norm(x)) + part.ffn.bias))
+    hidden = F.gelu(product(norm(x), part.ffn.w_in, part.ffn.b_in))
+    return x + product(hidden, part.ffn.w_out, part.ffn.b_out)
 
 
 def padded(model: OneTrans, config: OneTransConfig, tokens: Any, batch: Any) -> Tensor:

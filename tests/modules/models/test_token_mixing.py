@@ -13,6 +13,7 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor
 from torch.nn import functional as F
 
+from modules import token_linear
 from modules.broadcast import CandidateRows
 from modules.core.summary import summarise
 from modules.models import build
@@ -21,7 +22,7 @@ from modules.models.token_mixing.tokens import GlobalTokens, SideTokens, even_gr
 from modules.moe import MoE
 from modules.newest import newest
 from modules.precision import apply_recipe
-from modules.token_linear import TokenLinear
+from modules.token_linear import TokenFeedForward
 from tests.modules.factories import random_batch, random_spec
 from tests.modules.models.test_models import TOKEN_MIXING, Ranking, double, double_model
 from tests.modules.padded import norm
@@ -46,12 +47,13 @@ class Padded:
         return slices.flatten(2)
 
     def network(self, layer: Any, z: Tensor, normalize: bool) -> Tensor:
-        weight = layer.own.weight if layer.shared is None else torch.cat([layer.shared.weight, layer.own.weight], 2)
-        z = z[..., : weight.shape[2]]
-        hidden = torch.einsum("cti,toi->cto", norm(z) if normalize else z, weight) + layer.bias
+        z, tokens = z[..., : layer.w_in.shape[2]], z.shape[1]
+        hidden = torch.einsum("cti,toi->cto", norm(z) if normalize else z, layer.w_in)
+        hidden = hidden if layer.b_in is None else hidden + layer.b_in.view(tokens, -1)
         gate, up = hidden.chunk(2, 2) if layer.activation == "swiglu" else (hidden, None)
         hidden = F.gelu(hidden) if up is None else F.silu(gate) * up
-        return torch.einsum("cti,toi->cto", hidden, layer.output.weight) + layer.output.bias.view(z.shape[1], -1)
+        y = torch.einsum("cti,toi->cto", hidden, layer.w_out)
+        return y if layer.b_out is None else y + layer.b_out.view(tokens, -1)
 
     def networks(self, layer: Any, z: Tensor, normalize: bool = False) -> Tensor:
         item = self.network(layer.item, z[:, self.user :], normalize)
@@ -128,9 +130,14 @@ def published(name: str, **changes: Any) -> TokenMixingConfig:
 
 
 @pytest.mark.parametrize("one_way", [True, False], ids=["one way", "all ways"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_published_model_is_its_equations_on_padded_tensors(name: str, one_way: bool) -> None:
-    config = published(name, one_way=one_way, num_layers=3, user_tokens=3)
+@pytest.mark.parametrize("name", [*MODELS, "tokenmixer, networks of one operator"])
+def test_a_published_model_is_its_equations_on_padded_tensors(
+    monkeypatch: pytest.MonkeyPatch, name: str, one_way: bool
+) -> None:
+    name, _, fused = name.partition(", ")
+    config = published(name, one_way=one_way, num_layers=3, user_tokens=3, bias=not fused)
+    if fused:
+        monkeypatch.setattr(token_linear, "is_fused", lambda *_: True)  # as on Hopper
     model, batch = double_model(config, SPEC), double(random_batch(SPEC, (2, 0, 3), (5, 2, 0)))
     tokens = model.embedding(batch)
     actual, expected = model.arch(tokens, batch), Padded(model.arch)(tokens, batch)
@@ -267,22 +274,22 @@ def test_what_does_not_fit_together_names_a_key_and_a_value(change: dict[str, An
         build(dataclasses.replace(TokenMixingConfig(**TOKEN_MIXING), **change), SPEC)
 
 
-@pytest.mark.parametrize("per_token", [True, False])
-def test_layers_of_tokens_are_quantised_by_name(per_token: bool) -> None:
+@pytest.mark.parametrize(("per_token", "bias"), [(True, True), (False, True), (True, False)])
+def test_layers_of_tokens_are_quantised_by_name(per_token: bool, bias: bool) -> None:
     torch.manual_seed(0)
-    config = published("tokenmixer", token_dim=64, dim=32, per_token=per_token, expansion=1.0)
+    config = published("tokenmixer", token_dim=64, dim=32, per_token=per_token, bias=bias, expansion=1.0)
     model, batch = Ranking(config, SPEC), random_batch(SPEC)
     before = model(batch)
     rows = apply_recipe(model, "mxfp8", ["arch.layers.*.block.*"])
     quantised = [row for row in rows if row.recipe == "mxfp8"]
-    assert {row.kind for row in quantised} == {"TokenLinear"}
-    assert len(quantised) == 3 * 2 * 5  # user: own, output; item: own, shared, output
+    assert {row.kind for row in quantised} == {"TokenFeedForward"}
+    assert len(quantised) == 3 * 2 * 2  # two networks of both sides
     after = model(batch)
     assert 0 < (after - before).abs().max() < 0.1
     after.sum().backward()
-    assert all(layer.weight.grad.any() for layer in model.modules() if isinstance(layer, TokenLinear))
-    layer = next(each for each in model.arch.layers.modules() if isinstance(each, TokenLinear))
-    assert layer.execution().startswith("reference: operands dequantised")
+    layers = [layer for layer in model.modules() if isinstance(layer, TokenFeedForward)]
+    assert all(layer.w_in.grad.any() and layer.w_out.grad.any() for layer in layers)
+    assert layers[0].execution().startswith("reference: operands dequantised")
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 9])

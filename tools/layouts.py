@@ -146,7 +146,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             lines.append(f"| {model} | {layout} | {row['error'].splitlines()[-1]} | | | | | |")
             continue
         one, whole = by_name.get(f"{model}, one GPU"), by_name.get(f"{model}, one GPU, whole batch")
-        whole = by_name.get(f"{model}, {row['loss_as']}") if "loss_as" in row else whole
+        one, whole = one or whole, by_name.get(f"{model}, {row['loss_as']}") if "loss_as" in row else whole
         spent = max((rank["breakdown"].get("communication alone", 0.0) for rank in row["each_rank"]), default=0.0)
         peak = max(rank["peak_memory_bytes"] for rank in row["each_rank"])
         share = f"{rate(row) / row['ranks'] / rate(one):.1%}" if one and "error" not in one else ""

@@ -1,27 +1,32 @@
-"""Speeds of several configurations on one GPU, one after the other:
+"""Speeds of several configurations, one after the other:
 
-    python -m tools.speeds OUT.jsonl ARMS.yaml [PART OF A NAME ...]
+    python -m tools.speeds OUT.jsonl ARMS.yaml [PART OF A NAME ...] [--group NAME] [--seconds S] [--tiny]
 
 ARMS is a list of {name, limit, overrides}; `limit` are the seconds that an arm may take, and overrides may hold lists
-of overrides. Each arm runs as in `train.commands.speed`, without torchrun, and appends a line to OUT: its rates and
-memory, the loss of each logging window, versions and the commit, and with `traced: true` the times of five traced
+of overrides. Each arm runs as in `train.commands.speed`, without torchrun, on `ranks` (1) GPUs, and appends a line to
+OUT: its rates and memory, each step's loss, versions and the commit, and with `traced: true` the times of five traced
 steps. Arms whose names are in OUT are left out, so the same command goes on after an interruption. One with
 `if_failed: NAME` runs only if that one has failed. With parts of names, arms that have none of them are left out.
+`--group` runs the arms of that `group`, `--seconds` begins none that could not end in time, and `--tiny` adds each arm's `tiny` overrides: a rehearsal on CPUs.
 
     python -m tools.speeds OUT.jsonl --json FILE.json
 
 writes the lines as one document, with what they have in common once.
 
-All arms run in one process, which spares them imports and kernels that are compiled already. It is replaced when an arm
-has failed, has run out of time, or has left memory behind on the device that would count for the next one.
+All arms run in one process a rank, which spares them imports and kernels that are compiled already. It is replaced
+when an arm has failed, has run out of time, has other ranks, or has left memory behind on the device that would count
+for the next one. A process that hangs writes where to its log, OUT.RANK.log.
 """
 
 from __future__ import annotations
 
+import argparse
+import faulthandler
 import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +42,12 @@ from train.process.files import write_json
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 LEFT_BEHIND = 2**30
 """Bytes on the device after an arm, above which the next one gets a process of its own."""
+LEAST = 20
+"""Seconds that are left, below which no arm begins."""
+SLOWER = 4
+"""Times that CPUs which others use, too, take for a rehearsal."""
+SAID = 60
+"""Last lines of a log that a failed arm keeps."""
 WORKER, JSON = "--worker", "--json"
 COMMAND = [sys.executable, "-u", "-m", "tools.speeds"]
 Row = dict[str, Any]
@@ -52,7 +63,8 @@ def append(file: Path, row: Row) -> None:
 
 
 def arms_of(file: Path) -> list[Row]:
-    return [{**arm, "overrides": _flat(arm["overrides"])} for arm in yaml.safe_load(file.read_text())]
+    arms = yaml.safe_load(file.read_text())
+    return [arm | {key: _flat(arm[key]) for key in ("overrides", "tiny") if key in arm} for arm in arms]
 
 
 def chosen(arms: list[Row], parts: list[str]) -> list[Row]:
@@ -71,26 +83,28 @@ def _flat(overrides: list[Any]) -> list[str]:
 # The worker: it reads an arm from each line of its standard input and appends a row to the file.
 
 
-def measure(arm: Row) -> Row:
-    """What `train.commands.speed` would write of the arm's configuration, without the plan, and the losses."""
-    from train.commands.speed import SpeedRun, check_steps
+def configuration(arm: Row) -> Any:
+    from train.commands.speed import check_steps
     from train.config.compose import to_config
     from train.config.files import composed
-    from train.record.tracing import StepTracer
-    from train.record.tracking import METRICS_FILE, read_metrics
 
     config = to_config(composed(arm["overrides"]))
     check_steps(config)
+    config.tracking.wandb, config.tracking.tensorboard = "disabled", False
+    return config
+
+
+def measure(arm: Row) -> Row:
+    """What `train.commands.speed` would write of the arm's configuration, without the plan, and the losses."""
+    from tools.layouts import LayoutRun
+
+    config = configuration(arm)
+    world = _world(config)
     with tempfile.TemporaryDirectory() as folder:
-        config.runtime.run_dir = folder
-        run = SpeedRun(config, _world(config))
-        if not arm.get("traced"):
-            run.tracer = StepTracer(0, Path(folder), run.world.device)
-        results = run.run()
-        records = [record.values for record in read_metrics(Path(folder) / METRICS_FILE)]
-    return {name: value for name, value in results.items() if name != "plan"} | {
-        "losses": [record["loss"] for record in records if "loss" in record]
-    }
+        config.runtime.run_dir = world.broadcast(folder)
+        results = LayoutRun(config, world, traced=arm.get("traced", False)).run()
+        world.barrier()  # before the folder of rank 0 goes
+    return {name: value for name, value in results.items() if name != "plan"}
 
 
 _worlds: list[Any] = []
@@ -119,20 +133,24 @@ def memory() -> int:
 def work(file: Path) -> None:
     from train.record import versions
 
+    first = os.environ.get("RANK", "0") == "0"
     for number, line in enumerate(sys.stdin):
         arm, held, started = json.loads(line), memory(), time.monotonic()
+        faulthandler.dump_traceback_later(max(1, arm.pop("until") - 3 - time.time()))
         try:
             row = measure(arm)
         except Exception as error:
             traceback.print_exc()
-            if number:  # perhaps for what an earlier arm has left behind: it gets a process of its own
-                sys.exit(1)
+            if number or arm.get("ranks", 1) > 1:  # perhaps for what an earlier arm has left behind, or on one rank
+                os._exit(1)  # at once: other ranks may wait for this one
             row = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+        faulthandler.cancel_dump_traceback_later()
         seconds = time.monotonic() - started
         about = {"held_before_bytes": held, "seconds": seconds, "device": _device(), "versions": versions.collect()}
-        append(file, arm | row | about)
+        if first:
+            append(file, arm | row | about)
         if "error" in row or memory() > LEFT_BEHIND:
-            sys.exit(0)
+            os._exit(0)  # without waiting for other ranks
 
 
 def _device() -> str:
@@ -142,31 +160,43 @@ def _device() -> str:
 
 
 class Worker:
-    """A process that measures one arm after the other."""
+    """Processes, one a rank, that measure one arm after the other."""
 
-    def __init__(self, file: Path) -> None:
-        self.file, self.measured = file, 0
-        with file.with_suffix(".log").open("a") as log:
-            self._process = subprocess.Popen(
-                [*COMMAND, str(file), WORKER],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,  # with the loader's processes, which must not outlive it
-            )
+    def __init__(self, file: Path, ranks: int = 1) -> None:
+        self.file, self.ranks, self.measured = file, ranks, 0
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        self._logs = [file.with_suffix(f".{rank}.log") for rank in range(ranks)]
+        self._processes = []
+        for rank, path in enumerate(self._logs):
+            named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            several = {name: str(value) for name, value in named.items()} | meeting if ranks > 1 else {}
+            with path.open("a") as log:
+                self._processes.append(
+                    subprocess.Popen(
+                        [*COMMAND, str(file), WORKER],
+                        stdin=subprocess.PIPE,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                        start_new_session=True,  # with the loader's processes, which must not outlive it
+                        env={**os.environ, **several},
+                    )
+                )
 
     @property
     def ended(self) -> bool:
-        return self._process.poll() is not None
+        return any(process.poll() is not None for process in self._processes)
 
     def run(self, arm: Row) -> str:
         """Measure; returns why there is no row, or nothing."""
-        assert self._process.stdin is not None
         before, end = len(rows_of(self.file)), time.monotonic() + arm["limit"]
         try:
-            self._process.stdin.write(json.dumps(arm) + "\n")
-            self._process.stdin.flush()
+            for process in self._processes:
+                assert process.stdin is not None
+                process.stdin.write(json.dumps(arm | {"until": time.time() + arm["limit"]}) + "\n")
+                process.stdin.flush()
         except BrokenPipeError:
             return "the process ended before the arm"
         while time.monotonic() < end:
@@ -175,15 +205,22 @@ class Worker:
                 self.measured += 1
                 return ""
             if over:
-                return f"the process ended with status {self._process.returncode}"
+                time.sleep(self.ranks - 1)  # others may fail for the same reason, and say it
+                self.stop()
+                return "the process ended with status " + ", ".join(str(each.returncode) for each in self._processes)
             time.sleep(0.2)
         self.stop()
         return f"took more than {arm['limit']} seconds"
 
+    def said(self) -> list[str]:
+        """The last lines of each rank's log."""
+        return [line for log in self._logs for line in log.read_text(errors="replace").splitlines()[-SAID:]]
+
     def stop(self) -> None:
-        if not self.ended:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def together(rows: list[Row]) -> Row:
@@ -194,27 +231,46 @@ def together(rows: list[Row]) -> Row:
 
 
 def main(arguments: list[str]) -> None:
-    file = Path(arguments[0])
     if arguments[1] == WORKER:
-        return work(file)
+        return work(Path(arguments[0]))
     if arguments[1] == JSON:
-        return write_json(Path(arguments[2]), together(rows_of(file)))
+        return write_json(Path(arguments[2]), together(rows_of(Path(arguments[0]))))
+    parser = argparse.ArgumentParser(prog="python -m tools.speeds")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("arms", type=Path)
+    parser.add_argument("parts", nargs="*")
+    parser.add_argument("--group")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args(arguments)
+    file, last = options.file, time.monotonic() + options.seconds
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through `finally`
     worker: Worker | None = None
     try:
-        for arm in chosen(arms_of(Path(arguments[1])), arguments[2:]):
+        for arm in chosen(arms_of(options.arms), options.parts):
             failed = {row["name"]: "error" in row for row in rows_of(file)}
             if arm["name"] in failed or not failed.get(arm.get("if_failed"), True):
                 continue
+            if options.group not in (None, arm.get("group")):
+                continue
+            if (left := last - time.monotonic()) < LEAST:
+                print(f"{arm['name']}: no time left", flush=True)
+                continue
+            tiny, ranks = arm.pop("tiny", []), arm.get("ranks", 1)
+            arm["overrides"] += tiny if options.tiny else []
+            arm["limit"] = min(arm["limit"] * (SLOWER if options.tiny else 1), left)
             while True:
+                if worker is not None and worker.ranks != ranks:
+                    worker.stop()
                 if worker is None or worker.ended:
-                    worker = Worker(file)
+                    worker = Worker(file, ranks)
                 fresh = not worker.measured
                 failure = worker.run(arm)
                 if not failure or fresh or not worker.ended or failure.startswith("took"):
                     break
             if failure:
-                append(file, arm | {"error": failure})
+                append(file, arm | {"error": failure, "said": worker.said()})
+                print(*worker.said(), sep="\n")
             print(_shown(rows_of(file)[-1]), flush=True)
     finally:
         if worker is not None:

@@ -67,11 +67,11 @@ class StepTracer:
         table = finished.key_averages().table(sort_by=by, row_limit=60, max_name_column_width=90)
         (self._folder / "kernels.txt").write_text(table)
         if self._device.type == "cuda":
-            self.breakdown = _breakdown(finished)
+            self.breakdown = breakdown(finished)
             write_json(self._folder / "breakdown.json", self.breakdown)
 
 
-def _breakdown(finished: profile) -> dict[str, float]:
+def breakdown(finished: profile) -> dict[str, float]:
     """Milliseconds a step: GPU time by group of kernels; `wall`, from the start of the first kernel to the end of the
     last; `idle`, in which no kernel runs; and `communication alone`, in which nothing but NCCL runs.
     """

@@ -32,7 +32,7 @@ def test_kernels_are_added_up_by_kind_and_what_overlaps_counts_once() -> None:
         event("a range of the user", 0, 500, annotation=True),
         event("aten::mm", 0, 500, DeviceType.CPU),
     ]
-    shares = tracing._breakdown(cast(Any, SimpleNamespace(events=lambda: events)))
+    shares = tracing.breakdown(cast(Any, SimpleNamespace(events=lambda: events)))
     assert {name: share for name, share in shares.items() if share} == {  # milliseconds of one of five steps
         "communication": 10, "matrix products": 3, "elementwise": 2, "wall": 22, "idle": 10, "communication alone": 7,
     }  # fmt: skip

@@ -71,7 +71,7 @@ class Scorer:
             self.embedding = self._model.local_embedding
         self._program: Replayed | None = None
         if about["program"]:
-            program = _load_compiled(folder) if about["compiled"] else _load_program(folder / PROGRAM)
+            program = load_compiled(folder) if about["compiled"] else _load_program(folder / PROGRAM)
             self._program = Replayed(program, self.spec, self.device)
         self._lock = threading.Lock()
 
@@ -232,7 +232,7 @@ def _load_program(path: Path) -> Callable[..., Tensor]:
             os.environ[WEIGHTS_ONLY] = before
 
 
-def _load_compiled(folder: Path) -> AOTICompiledModel:
+def load_compiled(folder: Path) -> AOTICompiledModel:
     # The loader that C++ servers use. `aoti_load_package` also compiles and runs a program for each kind of vector
     # instructions of the host, to warn if the export was made on another host, which can take minutes. The runner does
     # without the events by which threads could share it: a capture does not allow them.

@@ -163,7 +163,10 @@ class Job:
             p50, p99 = np.quantile(times, (0.5, 0.99)).tolist()
             row: dict[str, Any] = {"p50_ms": p50, "p99_ms": p99, "rounds": len(times)}
             if serving == "shared" and self.device.type == "cuda":
-                row["parts"] = self._parts(arch, batch, events, p50)
+                try:
+                    row["parts"] = self._parts(arch, batch, events, p50)
+                except RuntimeError as error:
+                    row["parts"] = str(error)[:200]
             self._write(serving, count, events, about | row | {"candidates_per_s": count / p50 * 1e3})
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

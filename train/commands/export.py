@@ -171,6 +171,7 @@ def export_model(
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
         "tasks": {task: _known(chosen) for task, chosen in tasks.items()},
+        "data_fingerprint": source.fingerprint,
         "checkpoint": None,
         "overrides": [],
     }

@@ -21,6 +21,7 @@ from train.checkpoint import load as checkpoint
 from train.checkpoint import warm_start
 from train.checkpoint.progress import Progress
 from train.checkpoint.save import Checkpointer
+from train.checkpoint.state import model_state
 from train.config.environment import to_saved
 from train.config.schema import Config
 from train.data import following
@@ -47,6 +48,7 @@ from train.process.memory import reset_peak_memory
 from train.process.preemption import Preempted, Preemption
 from train.process.signals import STATUS
 from train.process.stall import StallWatch
+from train.publish import Place, Publisher, run_id
 from train.record import versions
 from train.record.advice import advice, ending
 from train.record.meters import Meters
@@ -115,6 +117,12 @@ class Trainer:
         self.checkpoints = Checkpointer(
             self.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save, world
         )
+        self.publisher: Publisher | None = None
+        if config.publish.every:
+            place = Place(config.publish.to or self.run_dir / "published")
+            self.publisher = Publisher(
+                place, world.by_first(lambda: run_id(self.run_dir)), self.source.fingerprint, world
+            )
         self.about: dict[str, Any] = {
             "config": to_saved(config),
             "plan": self.job.plan,
@@ -277,11 +285,15 @@ class Trainer:
             ended = epoch_done and _every(progress.epoch, runtime.eval_epochs)
             validating = ended or within or last or _every(progress.step, runtime.eval_every)
             saving = validating or stopping or _every(progress.step, self.config.checkpoint.every)
-            if saving and (last or self._trusted()):
-                self._settle_tables()  # what is validated is what is saved
+            publishing = self.publisher is not None and (last or _every(progress.step, self.config.publish.every))
+            if (saving or publishing) and (last or self._trusted()):
+                self._settle_tables()  # what is validated is what is saved, and what is published
+                if publishing:
+                    self._publish()
                 if validating:
                     self._validate()
-                self._save()
+                if saving:
+                    self._save()
             if stopping and not self._finished():
                 self._stop()
             if epoch_done:
@@ -419,6 +431,19 @@ class Trainer:
         with self.meters.paused(), self.tracker.between_steps():
             self.checkpoints.save(self.model, self.optimizer, self.progress, self.about)
         self.saved_step = self.progress.step
+
+    def _publish(self) -> None:
+        """What an export of this step would hold. A place that cannot be written to does not end the run."""
+        assert self.publisher is not None
+        started = time.monotonic()
+        with self.meters.paused(), self.tracker.between_steps(), self.optimizer.averaged():
+            try:
+                about = self.publisher.publish(model_state(self.model)["model"], self.progress.step)
+            except OSError as error:
+                log.warning("step %d is not published, the next version has all: %s", self.progress.step, error)
+                return
+        values = {"bytes": float(about["bytes"]), "seconds": time.monotonic() - started}
+        self.tracker.log(self.progress.step, "publish", values, shown=False)
 
     def _intact_best(self) -> Path | None:
         """The best checkpoint, where it is not the newest. If another one was best, its validation is found again."""

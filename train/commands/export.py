@@ -162,7 +162,7 @@ def export_model(
     found = traced(model, source, dtype)
     compiled = not isinstance(found, str) and device.type == "cuda" and compiling
     if not isinstance(found, str):
-        _write_program(found[0], out / PROGRAM, compiled)
+        write_program(found[0], out / PROGRAM, compiled)
     about = {
         "program": None if isinstance(found, str) else PROGRAM,
         "eager": found if isinstance(found, str) else None,
@@ -171,6 +171,7 @@ def export_model(
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
         "tasks": {task: _known(chosen) for task, chosen in tasks.items()},
+        "data_fingerprint": source.fingerprint,
         "checkpoint": None,
         "overrides": [],
     }
@@ -181,7 +182,7 @@ def export_model(
         check(out, model, dtype, found[1])
 
 
-def _write_program(program: ExportedProgram, path: Path, compiled: bool) -> None:
+def write_program(program: ExportedProgram, path: Path, compiled: bool) -> None:
     if not compiled:
         save(program, path)
         return

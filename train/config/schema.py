@@ -367,6 +367,12 @@ class CheckpointConfig:
 
 
 @dataclass
+class PublishConfig:
+    every: int = 0  # steps between publications of what has changed, for scorers that follow the run; 0: none
+    to: str = ""  # folder, or prefix of an object store (s3://bucket/run); default: RUN_DIR/published
+
+
+@dataclass
 class TrackingConfig:
     wandb: str = option(
         "auto", choices=["auto", "online", "offline", "disabled"]
@@ -429,6 +435,7 @@ class Config:
     parallel: ParallelConfig = MISSING
     checkpoint: CheckpointConfig = MISSING
     distill: DistillConfig = field(default_factory=DistillConfig)
+    publish: PublishConfig = field(default_factory=PublishConfig)
     tracking: TrackingConfig = MISSING
     runtime: RuntimeConfig = MISSING
 

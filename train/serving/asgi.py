@@ -29,6 +29,7 @@ from typing import Any
 
 from train.data.values import cut
 from train.record.prometheus import TEXT
+from train.serving.following import Follower
 from train.serving.formats import from_arrow_stream, from_json, from_json_lines, to_arrow_stream
 from train.serving.metrics import Metrics
 from train.serving.service import Service
@@ -61,6 +62,7 @@ class App:
     def __init__(
         self,
         service: Service,
+        follower: Follower | None = None,
         *,
         threads: int = 2,
         most_waiting: int = 64,
@@ -71,8 +73,11 @@ class App:
     ) -> None:
         """`threads` score at once; `most_waiting` calls send their body, wait or are scored. A body has up to
         `most_bytes`, decompressed too, and `most_requests`, and arrives within `body_seconds`. Calls that are open when
-        the server stops have `drain_seconds` to end.
+        the server stops have `drain_seconds` to end. A `follower` of the service's scorer is started, and stopped.
         """
+        self.follower = follower
+        if follower is not None:
+            follower.start()
         self.service, self.metrics, self.draining = service, Metrics(), False
         self.most_waiting, self.most_bytes, self.most_requests = most_waiting, most_bytes, most_requests
         self.body_seconds, self.drain_seconds = body_seconds, drain_seconds
@@ -98,6 +103,8 @@ class App:
     async def _drain(self) -> None:
         """Take no more calls, and let open ones end."""
         self.draining = True
+        if self.follower is not None:
+            self.follower.stop()
         end = time.monotonic() + self.drain_seconds
         while self.metrics.in_flight and time.monotonic() < end:
             await asyncio.sleep(0.02)
@@ -135,7 +142,7 @@ class App:
         if path == "/health":
             return JSON, _json({"status": "ok", "tasks": self.service.tasks})
         if path == "/metrics":
-            return TEXT, self.metrics.text().encode()
+            return TEXT, self.metrics.text(self.follower.metrics() if self.follower else {}).encode()
         if path == "/ready":
             if self.draining:
                 raise HTTPError(503, "the server stops")
@@ -229,6 +236,7 @@ def _call_id(scope: Mapping[str, Any]) -> str:
 def create_app() -> App:
     """The application of the export that GEMSMITH_EXPORT names.
 
+    GEMSMITH_FOLLOW: the folder or URL of what its run publishes, which is looked at every GEMSMITH_FOLLOW_SECONDS (5);
     GEMSMITH_IMPORT: modules to import before, by commas, for a model of your own that could not be traced;
     GEMSMITH_THREADS, GEMSMITH_MOST_WAITING and so on: the settings of `App`.
     """
@@ -246,4 +254,8 @@ def create_app() -> App:
         if not given.isdecimal() or not int(given):
             raise ValueError(f"{key}={given} must be a number of at least 1, e.g. {key}={setting.default}")
         settings[name] = int(given)
-    return App(Service.from_pretrained(folder), **settings)
+    service = Service.from_pretrained(folder)
+    place, seconds = os.environ.get("GEMSMITH_FOLLOW"), os.environ.get("GEMSMITH_FOLLOW_SECONDS", "5")
+    if not seconds.isdecimal() or not int(seconds):
+        raise ValueError(f"GEMSMITH_FOLLOW_SECONDS={seconds} must be a number of at least 1, e.g. 5")
+    return App(service, Follower(service.scorer, place, int(seconds)) if place else None, **settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Mapping
 from itertools import accumulate
 
 from train.record.prometheus import labels, metric
@@ -32,7 +33,8 @@ class Metrics:
         self._seconds += seconds
         self._counts[bisect_left(BUCKETS, seconds)] += 1
 
-    def text(self) -> str:
+    def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
+        """With `gauges` beside its own: what each is, and its value, by name."""
         responses = {labels(path=path, status=status): n for (path, status), n in sorted(self._responses.items())}
         bounds = [*(f"{bound:g}" for bound in BUCKETS), "+Inf"]
         counts = zip(bounds, accumulate(self._counts), strict=True)
@@ -45,6 +47,11 @@ class Metrics:
                 *metric("gemsmith_scored_candidates_total", "Candidates scored.", {"": self._candidates}, "counter"),
                 *metric("gemsmith_in_flight", "Calls that send a body, wait or are scored.", {"": self.in_flight}),
                 *metric("gemsmith_score_seconds", "Of a call, from its body to its scores.", seconds, "histogram"),
+                *(
+                    line
+                    for name, (what, value) in gauges.items()
+                    for line in metric(f"gemsmith_{name}", what, {"": value})
+                ),
                 "",
             ]
         )

@@ -9,8 +9,8 @@ import pickle
 import sys
 import threading
 import zipfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,39 @@ OPERATORS = ("kernels", "modules")
 WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 SMALLEST = 16
 """Candidates that a request is filled up to at least, so that graphs serve many numbers of them."""
+
+
+class Gate:
+    """Many may pass at once, or one with the door closed, who waits for those inside and lets nobody in."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._inside, self._closed = 0, False
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        with self._condition:
+            self._condition.wait_for(lambda: not self._closed)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._inside -= 1
+                self._condition.notify_all()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        with self._condition:
+            self._condition.wait_for(lambda: not self._closed)
+            self._closed = True
+            self._condition.wait_for(lambda: not self._inside)
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._closed = False
+                self._condition.notify_all()
 
 
 class Scorer:
@@ -63,6 +96,8 @@ class Scorer:
         if own := [chosen["loss"] for chosen in about["tasks"].values() if "." in chosen["loss"]]:
             raise ValueError(f"{folder / ABOUT} names {own[0]}, which no export does: scoring imports no such code")
         self.losses = TaskLosses(about["tasks"], self.spec.tasks)
+        self.data_fingerprint: str | None = about.get("data_fingerprint")
+        self.gate = Gate()
         self._model: PretrainedModel | None = None
         if about["program"] and not is_importable(config):
             self.embedding = load_embedding(folder).to(self.device)
@@ -70,9 +105,10 @@ class Scorer:
             self._model = PretrainedModel.from_pretrained(folder, self.device)
             self.embedding = self._model.local_embedding
         self._program: Replayed | None = None
+        self._loaded: Callable[..., Tensor] | None = None
         if about["program"]:
-            program = _load_compiled(folder) if about["compiled"] else _load_program(folder / PROGRAM)
-            self._program = Replayed(program, self.spec, self.device)
+            self._loaded = load_compiled(folder) if about["compiled"] else _load_program(folder / PROGRAM)
+            self._program = Replayed(self._loaded, self.spec, self.device)
         self._lock = threading.Lock()
 
     @property
@@ -103,8 +139,25 @@ class Scorer:
             for features in batch.sparse:
                 features.length_per_key()  # remembered: after the move, it would be read from the device
             batch = batch.to(self.device)
-        with self._alone():
+        with self.gate.passing(), self._alone():
             return self.losses.predict(self._logits(self.embedding(batch), batch))
+
+    def weights(self) -> dict[str, list[Tensor]]:
+        """Those that calls read, in place, by their names in training.
+
+        ValueError for a compiled program, which holds its own.
+        """
+        if isinstance(self._loaded, AOTICompiledModel):
+            raise ValueError(
+                "the weights of a compiled program cannot be changed; export with compile=false, which is served by "
+                "CUDA graphs as well"
+            )
+        found: dict[str, dict[int, Tensor]] = {}
+        for prefix, module in (("embedding.", self.embedding), ("", self._model), ("", self._loaded)):
+            if isinstance(module, nn.Module):
+                for name, tensor in module.state_dict().items():
+                    found.setdefault(prefix + name, {})[tensor.data_ptr()] = tensor
+        return {name: [*tensors.values()] for name, tensors in found.items()}
 
     def _alone(self) -> AbstractContextManager[object]:
         """Graphs, and the compiled model, have one set of inputs and results."""
@@ -232,7 +285,7 @@ def _load_program(path: Path) -> Callable[..., Tensor]:
             os.environ[WEIGHTS_ONLY] = before
 
 
-def _load_compiled(folder: Path) -> AOTICompiledModel:
+def load_compiled(folder: Path) -> AOTICompiledModel:
     # The loader that C++ servers use. `aoti_load_package` also compiles and runs a program for each kind of vector
     # instructions of the host, to warn if the export was made on another host, which can take minutes. The runner does
     # without the events by which threads could share it: a capture does not allow them.

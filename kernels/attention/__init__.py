@@ -6,7 +6,6 @@ tiles are in the README of this folder, the modules in `modules.jagged_attention
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import math
 from collections.abc import Hashable
@@ -220,7 +219,7 @@ def _flash_attention_4(
 
 def _why_flash_attention_4_is_missing() -> str | None:
     try:
-        importlib.import_module("kernels.attention.flash_attention_4")
+        import kernels.attention.flash_attention_4  # noqa: F401
     except Exception as error:  # also where its libraries do not fit the driver or torch
         return f"cannot be imported: {error!r}"
     return None

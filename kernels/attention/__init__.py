@@ -6,8 +6,10 @@ tiles are in the README of this folder, the modules in `modules.jagged_attention
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +42,15 @@ MAX_FEW_ROWS = 32
 VARLEN_CHIPS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0))
 # Wider heads have no backward on some of the chips above.
 MAX_VARLEN_HEAD = 192
+MANY_PAIRS = 2**22  # of queries and keys of a row; more count as so many
+# Where FlashAttention 4 serves unasked: (features of a head, causal) -> max_q * max_k from which it was measured to be
+# faster in training on an H200 (docs/jagged_attention.md), rows of one length and uneven ones together.
+FLASH_ATTENTION_4_LEADS = {
+    (128, False): MANY_PAIRS,
+    (128, True): MANY_PAIRS,
+    (32, True): MANY_PAIRS,
+    (256, False): 2**20,
+}
 POSITIVE_SCALE = "needs a positive scale: it masks scores before they are scaled"
 
 
@@ -108,6 +119,10 @@ def jagged_attention(
         positive_scale=scale > 0,
         few_queries=max_q < 64,
         query_rows=min(max_q * q.shape[1] // k.shape[1], 64),  # of a key head; many count as 64
+        causal=mask.window[1] == 0,
+        row_pairs=min(max_q * max_k, MANY_PAIRS),
+        shared_keys=q.shape[1] != k.shape[1],
+        named=backend,
     )
     if not chosen.checks_lengths:
         check_lengths(q_offsets, max_q, "max_q")
@@ -164,16 +179,16 @@ def _varlen(
     block_local: bool,
     biased: bool,
     positive_scale: bool,
+    chips: tuple[tuple[int, int], ...] = VARLEN_CHIPS,
+    widest: int = MAX_VARLEN_HEAD,
     **_: Hashable,
 ) -> str | None:
-    if reason := dispatch.needs_capability(device, capability, *VARLEN_CHIPS) or dispatch.needs_dtype(
-        dtype, *dispatch.HALF
-    ):
+    if reason := dispatch.needs_capability(device, capability, *chips) or dispatch.needs_dtype(dtype, *dispatch.HALF):
         return reason
     if value_dim != head_dim:
         return f"needs values as wide as keys, got {value_dim} and {head_dim}"
-    if head_dim % 8 or head_dim > MAX_VARLEN_HEAD:
-        return f"needs a head dimension that is a multiple of 8 and at most {MAX_VARLEN_HEAD}, got {head_dim}"
+    if head_dim % 8 or head_dim > widest:
+        return f"needs a head dimension that is a multiple of 8 and at most {widest}, got {head_dim}"
     if block_local or biased:
         return "has neither block-local attention nor biases"
     if not positive_scale:
@@ -181,6 +196,36 @@ def _varlen(
     if masked and not same_offsets:
         return "aligns causal and window masks to the end of each row, which is the same only if q_offsets is k_offsets"
     return None
+
+
+def _flash_attention_4(
+    *,
+    causal: bool = False,
+    row_pairs: int = 0,
+    shared_keys: bool = False,
+    named: str | None = None,
+    **facts: Any,
+) -> str | None:
+    if reason := _varlen(**facts, chips=((9, 0),), widest=256):
+        return reason
+    request = dispatch.requested("jagged_attention", named)
+    if request is None or request[0] != "flash_attention_4":
+        least = FLASH_ATTENTION_4_LEADS.get((facts["head_dim"], causal))
+        unlike = facts["masked"] != causal or shared_keys or facts["few_queries"]
+        if least is None or row_pairs < least or unlike:
+            return "serves only by name where it was not measured to be faster"
+    return _why_flash_attention_4_is_missing()
+
+
+def _why_flash_attention_4_is_missing() -> str | None:
+    try:
+        import kernels.attention.flash_attention_4  # noqa: F401
+    except Exception as error:  # also where its libraries do not fit the driver or torch
+        return f"cannot be imported: {error!r}"
+    return None
+
+
+_why_flash_attention_4_is_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see dispatch._import
 
 
 def _triton(
@@ -221,6 +266,12 @@ dispatch.declare(
     Backend("reference", reference.jagged_attention),
     Backend("padded", "kernels.attention.padded:jagged_attention", _padded),  # the others are compared with it
 )
+
+
+_flash_attn = importlib.util.find_spec("flash_attn")
+if _flash_attn and any(Path(folder, "cute").is_dir() for folder in _flash_attn.submodule_search_locations or ()):
+    _implementation = "kernels.attention.flash_attention_4:attention"
+    dispatch.prefer("jagged_attention", Backend("flash_attention_4", _implementation, _flash_attention_4))
 
 
 @dispatch.flops("jagged_attention")

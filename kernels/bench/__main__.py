@@ -1,4 +1,5 @@
-"""`python -m kernels.bench FAMILY [--case GLOB ...] [--device cpu|cuda] [--graph] [--alone] [--out DIR]`."""
+"""`python -m kernels.bench FAMILY [--case GLOB ...] [--contender GLOB ...] [--device cpu|cuda] [--graph] [--alone]
+[--out DIR]`."""
 
 from __future__ import annotations
 
@@ -40,6 +41,7 @@ class Options:
     min_rounds: int
     graph: bool = False
     alone: bool = False
+    contenders: tuple[str, ...] = ("*",)
 
 
 def families() -> list[str]:
@@ -50,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=sys.modules["kernels.bench"].__doc__)
     parser.add_argument("family", choices=families())
     parser.add_argument("--case", nargs="+", default=["*"], metavar="GLOB", help="only cases whose name matches one")
+    parser.add_argument("--contender", nargs="+", default=["*"], metavar="GLOB", help="only those whose name matches")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--graph", action="store_true", help="time CUDA graph replays, without the launch overhead")
     parser.add_argument("--alone", action="store_true", help="then time each contender alone too, at its own clock")
@@ -64,7 +67,9 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = [case for case in cases if any(fnmatch.fnmatch(case.name, glob) for glob in options.case)]
     if not chosen:
         parser.error(f"no case matches {' '.join(options.case)!r}; cases: {', '.join(case.name for case in cases)}")
-    how = Options(options.out, options.seconds, options.min_rounds, options.graph, options.alone)
+    how = Options(
+        options.out, options.seconds, options.min_rounds, options.graph, options.alone, tuple(options.contender)
+    )
     return run(options.family, chosen, device, how)
 
 
@@ -110,6 +115,8 @@ def measure(
     stream = torch.cuda.Stream() if options.graph else None
     budget = (device, options.seconds, options.min_rounds)
     for name, prepare in problem.contenders.items():
+        if not any(fnmatch.fnmatch(name, glob) for glob in options.contenders):
+            continue
         try:
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream())

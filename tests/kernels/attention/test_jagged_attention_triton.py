@@ -14,6 +14,7 @@ import torch
 
 from kernels.attention import jagged_attention
 from kernels.attention.bias import Bias, time_bucket_edges
+from kernels.core import dispatch
 from kernels.testing import check_gradients, compile_ahead, poisoned_empty
 from tests.kernels.attention.attention_cases import gradients, inputs_of, outputs, table_gradients
 from tests.kernels.core.devices import FROM_REGISTERS, PRODUCTS, SHARED_LIMITS, on_chips
@@ -294,10 +295,21 @@ def test_opcheck(name: str) -> None:
     )
 
 
+flash_attention_4 = pytest.mark.skipif(
+    "flash_attention_4" not in dispatch.operators()["jagged_attention"], reason="needs flash-attn-4"
+)
+# Libraries, and features of a head that they compute in different ways.
+LIBRARIES = [
+    ("torch", 64),
+    *(pytest.param("flash_attention_4", d, marks=flash_attention_4) for d in (32, 96, 128, 256)),
+]
+
+
 @gpu
+@pytest.mark.parametrize(("backend", "width"), LIBRARIES)
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, (2, 3)), (True, 3)])
 @pytest.mark.parametrize("lengths", [[0, 300, 1, 128, 0], [5], [64, 64], [0, 0]])
-def test_varlen_matches_the_reference(lengths: list[int], causal: bool, window: Any) -> None:
+def test_varlen_matches_the_reference(lengths: list[int], causal: bool, window: Any, backend: str, width: int) -> None:
     offsets = offsets_of(lengths).cuda()
     attend = partial(
         jagged_attention,
@@ -310,22 +322,66 @@ def test_varlen_matches_the_reference(lengths: list[int], causal: bool, window: 
     )
     with poisoned_empty():
         check_gradients(
-            partial(attend, backend="torch"),
+            partial(attend, backend=backend),
             partial(attend, backend="reference"),
-            inputs_of(offsets, offsets, (4, 2), (64, 64), torch.bfloat16),
+            inputs_of(offsets, offsets, (4, 2), (width, width), torch.bfloat16),
             outputs(300),
             gradients(300),
         )
 
 
 @gpu
-def test_varlen_with_rows_that_lack_queries_or_keys() -> None:
+@pytest.mark.parametrize(("backend", "width"), LIBRARIES)
+def test_varlen_with_rows_that_lack_queries_or_keys(backend: str, width: int) -> None:
     offsets = {"q_offsets": offsets_of([3, 0, 130, 2]).cuda(), "k_offsets": offsets_of([0, 5, 40, 0]).cuda()}
     with poisoned_empty():
         check_gradients(
-            partial(jagged_attention, **offsets, max_q=256, max_k=64, backend="torch"),
+            partial(jagged_attention, **offsets, max_q=256, max_k=64, backend=backend),
             partial(jagged_attention, **offsets, max_q=256, max_k=64, backend="reference"),
-            inputs_of(**offsets, heads=(2, 2), widths=(32, 32), dtype=torch.bfloat16),
+            inputs_of(**offsets, heads=(2, 2), widths=(width, width), dtype=torch.bfloat16),
             outputs(130),
             gradients(130),
         )
+
+
+@gpu
+@flash_attention_4
+@pytest.mark.parametrize("width", [32, 128, 256])
+def test_flash_attention_4_in_a_layer(width: int) -> None:
+    """Parts of a projection, the gradient of a sum, a graph of torch.compile, a CUDA graph; nothing waits."""
+    offsets = offsets_of([130, 0, 700] * 100 + [1]).cuda()  # they list the tiles of more than 256 rows
+    generator = torch.Generator("cuda").manual_seed(0)
+    packed = torch.randn(83001, 3, 2, width, device="cuda", generator=generator).bfloat16().requires_grad_()
+
+    def step(backend: str = "flash_attention_4") -> list[torch.Tensor]:
+        q, k, v = packed.unbind(1)
+        out = jagged_attention(q, k, v, offsets, offsets, max_q=700, max_k=700, causal=True, backend=backend)
+        return [out.detach(), *torch.autograd.grad(out.sum(), packed)]
+
+    def close(actual: list[torch.Tensor]) -> None:
+        for one, other in zip(actual, expected, strict=True):
+            assert float((one - other).float().norm() / other.float().norm()) < 1e-2
+
+    expected = step("triton")
+    close(step())
+    torch.use_deterministic_algorithms(True)
+    try:
+        bits = [step() for _ in range(4)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    close(bits[0])
+    assert all(torch.equal(x, y) for one in bits[1:] for x, y in zip(bits[0], one, strict=True))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for tensor in captured:
+        tensor.fill_(float("nan"))
+    graph.replay()
+    close(captured)
+    close(torch.compile(step, fullgraph=True)() if width == 128 else captured)

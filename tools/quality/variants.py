@@ -4,10 +4,9 @@
 
 Logs are generated first where they are missing (`tools.datasets.business_logs`). Validation decides; the test split is
 in the results beside it. What no key of the configuration says is patched in here, by words of `tracking.tags`:
-`restart` begins the tables anew with each epoch; `eps=X` adds X to the root of Adagrad's sums, so that rows with few
-gradients move little; `quiet=X` is the root mean square below which `modules.norms.row_norm` takes a row for unlearned;
-`flat`, `tokens` and `units` give InterFormer's head all tokens as they end, the candidate's as they begin, and DIN's
-units. `grouped` makes a token of each group of statistics, `bent` makes tokens of numbers by a small network.
+`restart` begins the tables anew with each epoch; `quiet=X` is the root mean square below which
+`modules.norms.row_norm` takes a row for unlearned; `flat` and `units` give InterFormer's head all tokens as they end,
+and DIN's units; `grouped` makes a token of each group of statistics, `bent` makes tokens of numbers by a small network.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class Extended(InterFormer):
         super().__init__(spec, config)
         self.events = spec.histories if "units" in self.words else ()
         self.units = nn.ModuleList(ActivationUnit(spec, event, config.dim, [64]) for event in self.events)
-        width = spec.num_candidate_tokens * ("tokens" in self.words) + sum(len(event.fields) for event in self.events)
+        width = sum(len(event.fields) for event in self.events)
         width += (spec.num_request_tokens + spec.num_candidate_tokens) * ("flat" in self.words)
         own = (config.num_cls + config.num_pma + width) * config.dim
         request = (config.num_cls + config.num_recent) * config.dim
@@ -128,8 +127,6 @@ class Extended(InterFormer):
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         rows = CandidateRows.of(batch)
-        if "tokens" in self.words:
-            self.heads.more.append(norms.row_norm(tokens.candidate).flatten(1))
         for event, unit in zip(self.events, self.units, strict=True):
             self.heads.more.append(unit(tokens.candidate, tokens.histories[event.name], rows))
         return super().forward(tokens, batch)
@@ -182,20 +179,15 @@ def grouped(spec: FeatureSpec) -> FeatureSpec:
 def patched(config: Config) -> Iterator[type]:
     """The trainer of a configuration, while the patches of its tags are in place."""
     from train import build
-    from train.optim import sparse
     from train.trainer import Trainer
 
     words = config.tracking.tags
-    arch, build_source, optimizer = build.build_arch, build.build_source, sparse.apply_optimizer_in_backward
-    head = tuple(word for word in words if word in ("flat", "tokens", "units"))
+    arch, build_source = build.build_arch, build.build_source
+    head = tuple(word for word in words if word in ("flat", "units"))
     numbers = {key: float(value) for key, _, value in (word.partition("=") for word in words) if value}
-    eps, quiet = numbers.get("eps", 0.0), numbers.get("quiet", norms.QUIET)
 
     def make(chosen: Any, spec: FeatureSpec) -> nn.Module:
         return type("Extended", (Extended,), {"words": head})(spec, chosen) if head else arch(chosen, spec)
-
-    def give(kind: Any, parameters: Any, settings: dict[str, Any]) -> None:
-        optimizer(kind, parameters, settings | ({"eps": eps} if eps else {}))
 
     class Restarting(Trainer):
         def _train_epoch(self) -> None:
@@ -213,8 +205,7 @@ def patched(config: Config) -> Iterator[type]:
         patch.object(build, "build_arch", make),
         patch.object(build, "build_source", read),
         patch.object(embedding, "TokenAssembly", BentAssembly if "bent" in words else embedding.TokenAssembly),
-        patch.object(sparse, "apply_optimizer_in_backward", give),
-        patch.object(norms, "QUIET", quiet),
+        patch.object(norms, "QUIET", numbers.get("quiet", norms.QUIET)),
     ):
         yield Restarting if "restart" in words else Trainer
 

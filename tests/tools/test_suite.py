@@ -136,18 +136,22 @@ def test_jobs_follow_results_and_are_run_once(tmp_path: Path, monkeypatch: pytes
         return {"valid": {}}
 
     def plan(results: run.Results) -> list[dict[str, Any]]:
-        names = ["a", "b", "bad", "c"] + (["after b"] if "b" in results else [])
+        names = ["no data", "a", "b", "bad", "c"] + (["after b"] if "b" in results else [])
         return [{"name": name, "overrides": []} for name in names]
 
+    def prepare(job: dict[str, Any], done: set[tuple[str, ...]]) -> None:
+        if job["name"] == "no data":
+            raise ValueError("no file")
+
     monkeypatch.setattr(run, "_processes", in_threads)
-    monkeypatch.setattr(run, "prepare", lambda job, done: None)
+    monkeypatch.setattr(run, "prepare", prepare)
     monkeypatch.setattr(run, "train", train)
     assert not run.run(plan, tmp_path, parallel=2, seconds=0)
     assert not started
     assert not run.run(plan, tmp_path, parallel=2)
     assert sorted(started) == ["after b", "b", "bad"]
     assert set(run.results(tmp_path)) == {"a", "b", "c", "after b"}
-    assert "ValueError: broken" in (tmp_path / "results.jsonl").read_text()
+    assert all(error in (tmp_path / "results.jsonl").read_text() for error in ("ValueError: broken", "no file"))
 
 
 def test_data_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:

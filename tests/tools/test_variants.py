@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from modules import norms
-from tools.quality import page, variants
+from tools.datasets import business_logs
+from tools.quality import page, run, variants
 from tools.quality.run import configuration
 
 
 def test_a_job_for_each_log_model_arm_and_seed() -> None:
     found = variants.jobs(list(variants.LOGS), list(variants.ARMS), [], [0, 1], ["data.cache_dir=x"])
     names = [job["name"] for job in found]
-    assert len(set(names)) == len(names) == 2 * 5 * sum(map(len, variants.ARMS.values()))
-    assert all(name.endswith("/0") for name in names[: len(names) // 2])
+    of_shop = [name for name in names if name.startswith("shop/")]
+    assert len(set(names)) == len(names)
+    assert len(of_shop) == 2 * sum(map(len, variants.ARMS.values()))
+    first = [name.split("/")[2] in variants.FIRST for name in of_shop]
+    assert first == sorted(first, reverse=True)
+    assert of_shop[sum(first)].endswith("/0")
     (job,) = variants.jobs(["ids"], ["din"], ["id dropout"], [3], [])
     config = configuration(job["overrides"])
     assert config.data.id_dropout == {"userId": 0.1, "movieId": 0.1}
     assert (config.model.name, config.runtime.seed) == ("din", 3)
+
+
+def test_what_is_patched_in_trains(tmp_path: Path) -> None:
+    """All of it together, on a log of a thousand impressions."""
+    business_logs.main(["news", "--to", str(tmp_path / "log"), "--impressions", "1000"])
+    small = [f"data.root={tmp_path}/log", f"data.cache_dir={tmp_path}/cache", "data.batch_size=32"]
+    words = "tracking.tags=[grouped,bent,flat,units,restart]"
+    (job,) = variants.jobs(["news"], ["interformer"], [page.BASE], [0], [*small, "data.max_history=3", words])
+    assert set(run.train(job, tmp_path / "run")["valid"]) >= {"click/ne", "read/ne"}
 
 
 def test_patches_end() -> None:

@@ -150,13 +150,19 @@ def run(plan: Plan, out: Path, *, parallel: int = 1, seconds: float = 1e9) -> bo
         waiting = [job for job in left() if job["name"] not in tried] if time.time() < until else []
         for connection, job in zip(tuple(free), waiting, strict=False):
             shutil.rmtree(out / "runs" / _folder(job), ignore_errors=True)  # of a job that was stopped
-            prepare(job, prepared)
-            connection.send(job)
             tried.add(job["name"])
+            try:
+                prepare(job, prepared)
+            except Exception as error:
+                _keep(out, job | _failure(error))
+                continue
+            connection.send(job)
             free.remove(connection)
             busy[connection] = job
         if not busy:
-            break
+            if not waiting:
+                break
+            continue
         for connection in wait(list(busy)):
             assert isinstance(connection, Connection)
             job = busy.pop(connection)
@@ -165,8 +171,7 @@ def run(plan: Plan, out: Path, *, parallel: int = 1, seconds: float = 1e9) -> bo
                 free.append(connection)
             except (EOFError, ConnectionError) as error:  # its process died
                 line = job | _failure(error)
-            with (out / "results.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            _keep(out, line)
     for connection in free:
         connection.send(None)
     for process in processes.values():
@@ -195,6 +200,11 @@ def _processes(number: int, out: Path) -> dict[Connection, BaseProcess]:
         if visible is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
     return made
+
+
+def _keep(out: Path, line: dict[str, Any]) -> None:
+    with (out / "results.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def _failure(error: BaseException) -> dict[str, str]:

@@ -1,12 +1,12 @@
 """What is tried against memorised ids and in InterFormer, as arms of one screen over several logs.
 
-    python -m tools.quality.variants --out runs/variants --parallel 15 --seconds 430 [--logs shop news] [--store]
+    python -m tools.quality.variants --out runs/variants --parallel 24 --seconds 290 [--logs shop news] [--store]
 
 Logs are generated first where they are missing (`tools.datasets.business_logs`). Validation decides; the test split is
 in the results beside it. What no key of the configuration says is patched in here, by words of `tracking.tags`:
-`restart` begins the tables anew with each epoch; `eps=X` adds X to the root of Adagrad's sums, so that rows with few
-gradients move little; `quiet=X` is the root mean square below which `modules.norms.row_norm` takes a row for unlearned;
-`tokens` and `units` give InterFormer's head the candidate's own tokens, and DIN's units.
+`restart` begins the tables anew with each epoch; `quiet=X` is the root mean square below which
+`modules.norms.row_norm` takes a row for unlearned; `flat` and `units` give InterFormer's head all tokens as they end,
+and DIN's units; `grouped` makes a token of each group of statistics, `bent` makes tokens of numbers by a small network.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,11 +28,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from modules import norms
-from modules.batch import FeatureSpec, RequestBatch
+from modules import embedding, norms
+from modules.batch import FeatureSpec, RequestBatch, VectorFeature
 from modules.broadcast import CandidateRows
 from modules.embedding import Tokens
-from modules.mlp import TaskHeads
+from modules.mlp import MLP, TaskHeads
 from modules.models.baselines import ActivationUnit
 from modules.models.interformer.model import InterFormer
 from tools.quality import run
@@ -51,62 +54,57 @@ def epochs(number: int, *overrides: str) -> tuple[str, ...]:
     return ("data.batch_size=128", f"runtime.epochs={number}", "runtime.evals_per_epoch=2", *overrides)
 
 
+FASTER = ("optimizer.lr=0.002", "model.dropout=0.2")
+TOKENS = "tracking.tags=[grouped,bent]"
 COMMON = {
     BASE: epochs(2),
-    "one epoch": epochs(1),
+    "lr 0.002, dropout": epochs(2, *FASTER),
     "dropout": epochs(2, "model.dropout=0.2"),
-    "lr 0.002, dropout": epochs(2, "optimizer.lr=0.002", "model.dropout=0.2"),
-    "both dropouts": epochs(2, "model.dropout=0.2", "model.embedding_dropout=0.2"),
     "as it is": (),
-    "eps 1e-4": epochs(2, "tracking.tags=['eps=1e-4']"),
-    "eps 1e-3": epochs(2, "tracking.tags=['eps=1e-3']"),
+    "grouped, bent": epochs(2, TOKENS),
+    "grouped, bent, lr 0.002, dropout": epochs(2, *FASTER, TOKENS),
+    "bent": epochs(2, "tracking.tags=[bent]"),
+    "lr 0.002, both dropouts": epochs(2, *FASTER, "model.embedding_dropout=0.2"),
+    "lr 0.002, dropout, sparse_lr 0.005": epochs(2, *FASTER, "optimizer.sparse_lr=0.005"),
+    "history dropout": epochs(2, "data.history_dropout=0.2"),
     "ema 0.99": epochs(2, "optimizer.ema_decay=0.99"),
-    "id dropout": epochs(2, "+data.id_dropout={USER: 0.1, ITEM: 0.1}"),
-    "sparse_lr 0.005": epochs(2, "optimizer.sparse_lr=0.005"),
-    "sparse_lr 0.005, dropout": epochs(2, "optimizer.sparse_lr=0.005", "model.dropout=0.2"),
-    "four epochs": epochs(4),
+    "one epoch": epochs(1),
     "restart": epochs(2, "tracking.tags=[restart]"),
-    "restart, four epochs": epochs(4, "tracking.tags=[restart]"),
+    "id dropout": epochs(2, "+data.id_dropout={USER: 0.1, ITEM: 0.1}"),
 }
-OF_INTERFORMER = COMMON | {
+OF_INTERFORMER = {
+    **dict(list(COMMON.items())[:4]),
+    "quiet 0.5, lr 0.002, dropout": epochs(2, *FASTER, "tracking.tags=['quiet=0.5']"),
+    "flat, lr 0.002, dropout": epochs(2, *FASTER, "tracking.tags=[flat]"),
+    "units, lr 0.002, dropout": epochs(2, *FASTER, "tracking.tags=[units]"),
+    **COMMON,
     "quiet 0.5": epochs(2, "tracking.tags=['quiet=0.5']"),
-    "quiet 0.5, dropout": epochs(2, "tracking.tags=['quiet=0.5']", "model.dropout=0.2"),
-    "quiet 0.5, dropout, lr 0.002": epochs(2, "tracking.tags=['quiet=0.5']", "model.dropout=0.2", "optimizer.lr=0.002"),
-    "quiet 0.25": epochs(2, "tracking.tags=['quiet=0.25']"),
-    "quiet 0.5, four epochs": epochs(4, "tracking.tags=['quiet=0.5']"),
-    "units": epochs(2, "tracking.tags=[units]"),
-    "tokens": epochs(2, "tracking.tags=[tokens]"),
-    "units, both dropouts": epochs(2, "tracking.tags=[units]", "model.dropout=0.2", "model.embedding_dropout=0.2"),
-    "embedding dropout": epochs(2, "model.embedding_dropout=0.2"),
-    "min_count 3": epochs(2, "data.min_count=3"),
-    "sparse_lr 0.05": epochs(2, "optimizer.sparse_lr=0.05"),
-    "table_std null": epochs(2, "model.table_std=null"),
-    "one layer": epochs(2, "model.num_layers=1"),
-    "lr 0.002": epochs(2, "optimizer.lr=0.002"),
 }
-OF_OTHERS = COMMON | {"table_std 0.01": epochs(2, "model.table_std=0.01")}
+OF_OTHERS = COMMON | {"table_std 0.01, lr 0.002, dropout": epochs(2, *FASTER, "model.table_std=0.01")}
 ARMS = {
-    "lightgbm": {BASE: ("model=din", "tracking.tags=[lightgbm]")},
     "interformer": OF_INTERFORMER,
     "din": OF_OTHERS,
     "dcnv2": OF_OTHERS,
+    "lightgbm": {BASE: ("model=din", "tracking.tags=[lightgbm]")},
 }
+FIRST = (BASE, "lr 0.002, dropout", "dropout")  # arms whose seeds do not wait for other arms
 
 
 Job = dict[str, Any]
 
 
 class Heads(nn.Module):
-    """Task heads that read `more` [C, width] beside what they are given."""
+    """Task heads that read `more` [C, width each] beside what they are given."""
 
     def __init__(self, heads: TaskHeads) -> None:
         super().__init__()
         self.heads = heads
-        self.more: Tensor | None = None
+        self.more: list[Tensor] = []
 
     def forward(self, candidate: Tensor, request: Tensor, rows: CandidateRows) -> Tensor:
-        assert self.more is not None
-        return self.heads(torch.cat([candidate, self.more], dim=1), request, rows)
+        read = torch.cat([candidate, *self.more], dim=1)
+        self.more.clear()
+        return self.heads(read, request, rows)
 
 
 class Extended(InterFormer):
@@ -116,38 +114,80 @@ class Extended(InterFormer):
         super().__init__(spec, config)
         self.events = spec.histories if "units" in self.words else ()
         self.units = nn.ModuleList(ActivationUnit(spec, event, config.dim, [64]) for event in self.events)
-        width = spec.num_candidate_tokens * ("tokens" in self.words) + sum(len(event.fields) for event in self.events)
+        width = sum(len(event.fields) for event in self.events)
+        width += (spec.num_request_tokens + spec.num_candidate_tokens) * ("flat" in self.words)
         own = (config.num_cls + config.num_pma + width) * config.dim
         request = (config.num_cls + config.num_recent) * config.dim
         self.heads = Heads(TaskHeads(own, config.head_hidden, spec.num_outputs, config.dropout, request))
+        if "flat" in self.words:
+            self.head_summary.register_forward_pre_hook(self._keep)
+
+    def _keep(self, _: nn.Module, last: tuple[Tensor]) -> None:
+        self.heads.more.append(norms.rms_norm(last[0]).flatten(1))
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         rows = CandidateRows.of(batch)
-        more = [norms.row_norm(tokens.candidate).flatten(1)] if "tokens" in self.words else []
         for event, unit in zip(self.events, self.units, strict=True):
-            more.append(unit(tokens.candidate, tokens.histories[event.name], rows))
-        self.heads.more = torch.cat(more, dim=1)
+            self.heads.more.append(unit(tokens.candidate, tokens.histories[event.name], rows))
         return super().forward(tokens, batch)
+
+
+class Bent(nn.Module):
+    """A linear layer and a network of one hidden layer beside it, in place of a linear layer."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear, self.in_features = linear, linear.in_features
+        self.network = MLP(linear.in_features, [64], linear.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.network(x)
+
+
+class BentAssembly(embedding.TokenAssembly):
+    def __init__(self, spec: FeatureSpec, *arguments: Any) -> None:
+        super().__init__(spec, *arguments)
+        for name in ("request_dense", "candidate_dense"):
+            if (linear := getattr(self, name)) is not None:
+                setattr(self, name, Bent(linear))
+        for vectors in (self.request_vectors, self.candidate_vectors):
+            for index, linear in enumerate(vectors):
+                vectors[index] = Bent(linear)
+
+
+def grouped(spec: FeatureSpec) -> FeatureSpec:
+    """The same columns, those of each group of statistics (what stands before the dot) as one vector."""
+
+    def split(names: tuple[str, ...], vectors: tuple[VectorFeature, ...]) -> list[tuple[Any, ...]]:
+        groups = Counter(name.partition(".")[0] for name in names if "." in name)
+        assert all("." in name for name in names[len(names) - groups.total() :])
+        made = (VectorFeature(f"of_{group}", width) for group, width in groups.items())
+        return [names[: len(names) - groups.total()], (*made, *vectors)]
+
+    request, request_vectors = split(spec.request_dense, spec.request_vectors)
+    candidate, candidate_vectors = split(spec.candidate_dense, spec.candidate_vectors)
+    return replace(
+        spec,
+        request_dense=request,
+        request_vectors=request_vectors,
+        candidate_dense=candidate,
+        candidate_vectors=candidate_vectors,
+    )
 
 
 @contextmanager
 def patched(config: Config) -> Iterator[type]:
     """The trainer of a configuration, while the patches of its tags are in place."""
     from train import build
-    from train.optim import sparse
     from train.trainer import Trainer
 
     words = config.tracking.tags
-    arch, optimizer = build.build_arch, sparse.apply_optimizer_in_backward
-    head = tuple(word for word in words if word in ("tokens", "units"))
+    arch, build_source = build.build_arch, build.build_source
+    head = tuple(word for word in words if word in ("flat", "units"))
     numbers = {key: float(value) for key, _, value in (word.partition("=") for word in words) if value}
-    eps, quiet = numbers.get("eps", 0.0), numbers.get("quiet", norms.QUIET)
 
     def make(chosen: Any, spec: FeatureSpec) -> nn.Module:
         return type("Extended", (Extended,), {"words": head})(spec, chosen) if head else arch(chosen, spec)
-
-    def give(kind: Any, parameters: Any, settings: dict[str, Any]) -> None:
-        optimizer(kind, parameters, settings | ({"eps": eps} if eps else {}))
 
     class Restarting(Trainer):
         def _train_epoch(self) -> None:
@@ -155,10 +195,17 @@ def patched(config: Config) -> Iterator[type]:
                 begin_anew(self.model.fused_optimizer, self.config.model.table_std)
             super()._train_epoch()
 
+    def read(*arguments: Any) -> Any:
+        source = build_source(*arguments)
+        if "grouped" in words:
+            source.spec = grouped(source.spec)
+        return source
+
     with (
         patch.object(build, "build_arch", make),
-        patch.object(sparse, "apply_optimizer_in_backward", give),
-        patch.object(norms, "QUIET", quiet),
+        patch.object(build, "build_source", read),
+        patch.object(embedding, "TokenAssembly", BentAssembly if "bent" in words else embedding.TokenAssembly),
+        patch.object(norms, "QUIET", numbers.get("quiet", norms.QUIET)),
     ):
         yield Restarting if "restart" in words else Trainer
 
@@ -193,19 +240,23 @@ def train(config: Config, again: object = None) -> dict[str, Any]:
 
 
 def jobs(logs: list[str], models: list[str], arms: list[str], seeds: list[int], extra: list[str]) -> list[Job]:
-    """Those of the first seed first, the arms in their order."""
+    """Those of arms `FIRST`, then those of the first seed, the arms in their order."""
     names = list(dict.fromkeys(arm for model in models for arm in ARMS[model] if not arms or arm in arms))
+    found = [
+        (log, model, arm, seed)
+        for seed in seeds
+        for arm in names
+        for model in models
+        for log in logs
+        if arm in ARMS[model] and (log != "ids" or not ("bent" in arm or "grouped" in arm))  # which has no numbers
+    ]
     return [
         {
             "name": f"{log}/{model}/{arm}/{seed}",
             "overrides": [*LOGS[log], *_overrides(log, model, arm), f"runtime.seed={seed}", *extra],
             "by": "variants",
         }
-        for seed in seeds
-        for arm in names
-        for model in models
-        for log in logs
-        if arm in ARMS[model]
+        for log, model, arm, seed in sorted(found, key=lambda each: each[2] not in FIRST)
     ]
 
 
@@ -229,11 +280,14 @@ def dumped(found: run.Results) -> str:
     return '{"about": ' + json.dumps(about) + ', "runs": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
-def generate(kind: str) -> None:
+def prepare(log: str) -> None:
+    """Generate a log unless it is there, and prepare its data."""
     from tools.datasets import business_logs
+    from train.data import build_source
 
-    if not Path("prepared", f"{kind}_log", "items.parquet").exists():
-        business_logs.main([kind])
+    if log in GENERATED and not Path("prepared", f"{log}_log", "items.parquet").exists():
+        business_logs.main([log])
+    build_source(run.configuration([*LOGS[log]]).data)
 
 
 def main(arguments: list[str]) -> int:
@@ -246,9 +300,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no job later than this after the start")
     parser.add_argument("--store", action="store_true", help="write docs/quality/variants.json")
-    options, extra = parser.parse_known_args(arguments)
-    with ProcessPoolExecutor() as pool:
-        list(pool.map(generate, [log for log in options.logs if log in GENERATED]))
+    extra = [each for each in arguments if "=" in each and not each.startswith("--")]
+    options = parser.parse_args([each for each in arguments if each not in extra])
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(prepare, options.logs))
     planned = jobs(options.logs, options.models, options.arms, options.seeds, extra)
     whole = run.run(lambda _: planned, options.out, parallel=options.parallel, seconds=options.seconds)
     found = run.results(options.out)

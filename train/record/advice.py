@@ -33,6 +33,9 @@ def advice(
     it stopped because they became no better."""
     runtime, optimizer = config.runtime, config.optimizer
     longer = f"runtime.steps={2 * steps}" if runtime.steps else f"runtime.epochs={2 * runtime.epochs}"
+    lower = f"lower optimizer.lr={optimizer.lr} and optimizer.sparse_lr={optimizer.sparse_lr}"
+    if not config.model.dropout:
+        lower = f"set model.dropout=0.2, {lower}"
     said = []
     if optimizer.warmup_steps > steps // optimizer.accumulate:
         said.append(
@@ -50,16 +53,15 @@ def advice(
     elif len(validations) > 1 and best_step == validations[0][0]:
         said.append(
             f"the first of {len(validations)} validations (step {best_step}) was the best: what came after it has only "
-            f"fitted the training rows; lower optimizer.lr={optimizer.lr} and optimizer.sparse_lr="
-            f"{optimizer.sparse_lr}, or train less, with more validations (runtime.eval_every={max(1, best_step // 4)})"
+            f"fitted the training rows; {lower}, or train less, with more validations "
+            f"(runtime.eval_every={max(1, best_step // 4)})"
         )
     elif (last := validations[-1][1]) > (1 + OVERFITTED) * best:
         epochs = math.ceil(runtime.epochs * best_step / steps)
         shorter = f"runtime.steps={best_step}" if runtime.steps else f"runtime.epochs={epochs}"
-        lower = f"optimizer.sparse_lr below {optimizer.sparse_lr}"
         said.append(
-            f"overfitted by {100 * (last / best - 1):.2g} % of {measure} since step {best_step:,}: set "
-            + (lower if early else f"runtime.early_stop=2, {shorter} or {lower}")
+            f"overfitted by {100 * (last / best - 1):.2g} % of {measure} since step {best_step:,}: {lower}"
+            + ("" if early else f", or stop earlier: runtime.early_stop=2, {shorter}")
         )
     elif len(validations) == 1 and not said and steps < FEW_STEPS:
         several = f"{longer} runtime.eval_every={steps}"

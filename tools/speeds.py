@@ -7,7 +7,8 @@ of overrides. Each arm runs as in `train.commands.speed`, without torchrun, on `
 OUT: its rates and memory, each step's loss, versions and the commit, and with `traced: true` the times of five traced
 steps. Arms whose names are in OUT are left out, so the same command goes on after an interruption. One with
 `if_failed: NAME` runs only if that one has failed. With parts of names, arms that have none of them are left out.
-`--group` runs the arms of that `group`, `--seconds` begins none that could not end in time, and `--tiny` adds each arm's `tiny` overrides: a rehearsal on CPUs.
+`--group` runs the arms of that `group`, `--seconds` begins none that could not end in time, and `--tiny` adds each
+arm's `tiny` overrides: a rehearsal on CPUs.
 
     python -m tools.speeds OUT.jsonl --json FILE.json
 

@@ -213,9 +213,8 @@ def test_operator_is_registered_soundly(tables: bool, features: bool) -> None:
     bias = [leaves.get(key) for key in ("position_bias", "time_bias", "q_times", "k_times")]
     operator = getattr(torch.ops.gemsmith, f"jagged_attention_{name}").default
     values, sizes = [leaves[key] for key in "qkv"], (3, 3, 0.5, False, -1, -1)
-    arguments = (
-        (*values, offsets, offsets, *bias, 0.301, *sizes, None) if features else (*values, offsets, offsets, *sizes)
-    )
+    given = (*bias, None, 0.301, 0, 0, -1, False, *sizes, None) if features else sizes
+    arguments = *values, offsets, offsets, *given
     torch.library.opcheck(operator, arguments)
     expected = jagged_attention(**leaves, q_offsets=offsets, k_offsets=offsets, max_q=3, max_k=3, scale=0.5)
     wrapped = {"bias": Bias(*bias)} if tables else {}
@@ -228,7 +227,7 @@ def test_operator_is_registered_soundly(tables: bool, features: bool) -> None:
     )
 
 
-def _scores(q: Tensor, k: Tensor, q_offsets: Tensor, scale: float, bias: Bias | None) -> tuple[Tensor, ...]:
+def _scores(q: Tensor, k: Tensor, q_offsets: Tensor, scale: float, bias: Bias | None = None) -> tuple[Tensor, ...]:
     """Scores [H, Nq, Nk] of one key head and the table columns that they read; only for equal offsets."""
     row, place = place_in_row(q_offsets, len(q))
     scores = torch.einsum("ihd,jd->hij", q, k[:, 0]) * scale
@@ -242,9 +241,9 @@ def _scores(q: Tensor, k: Tensor, q_offsets: Tensor, scale: float, bias: Bias | 
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, queries: Rows, keys: Rows, scale: float, mask: Mask, bias: Bias | None = None
+    q: Tensor, k: Tensor, v: Tensor, queries: Rows, keys: Rows, scale: float, mask: Mask, *features: Any
 ) -> tuple[Tensor, Tensor]:
-    scores, *_ = _scores(q, k, queries.offsets, scale, bias)
+    scores, *_ = _scores(q, k, queries.offsets, scale, *features[:1])
     out = torch.einsum("hij,jd->ihd", scores.softmax(-1), v[:, 0])
     return out.contiguous(), scores.logsumexp(-1).float()
 
@@ -261,6 +260,7 @@ def _backward(
     scale: float,
     mask: Mask,
     bias: Bias | None = None,
+    structure: object = None,
 ) -> tuple[Tensor, ...]:
     scores, *index = _scores(q, k, queries.offsets, scale, bias)
     p = scores.softmax(-1)

@@ -176,7 +176,7 @@ def test_compiles_for_a_chip_that_is_absent(kernel: str, structured: bool, targe
     )
     assert compiled.shared_bytes <= SHARED_LIMITS[target]
     # A few addresses and masks around the loops; accumulators in memory would be kilobytes.
-    assert compiled.spill_bytes <= 192
+    assert compiled.spill_bytes <= 256
     if not biased:
         # On sm_100 products of fewer than 64 rows are those of earlier chips.
         assert compiled.contains(PRODUCTS[target]) or (target == "sm_100" and compiled.contains("mma.sync"))

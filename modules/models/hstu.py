@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kernels.core.constants import EPSILON
 from kernels.gdpa import gdpa, layer_norm
 from modules.batch import FeatureSpec
 from modules.config import option
@@ -16,12 +17,17 @@ from modules.models.sequential import Sequences, SequentialConfig, SequentialMod
 
 
 class HSTULayer(nn.Module):
-    """x + W_2 (LN(A V) * U) with U, V, Q, K = split(SiLU(W_1 LN(x))) and A = SiLU(Q K^T / sqrt(d) + bias) / length.
+    """x + W_2 (LN(A V) * U) with U, V, Q, K = split(SiLU(W_1 LN(x))) and A = SiLU(scale Q K^T + bias) / length.
 
-    A is causal; `length` is the constant `max_length`, so that a row's result does not depend on its neighbours. It is
-    GDPA with SiLU. The bias is a learned number for each head and distance, and one for each logarithmic bucket of the
-    seconds from a key's event to what the query predicts (`time_buckets`, 0: none). The norm of A V has an epsilon of
-    1e-5, which its division by `length` makes count; published code has 1e-6.
+    A is causal. It is GDPA with SiLU. The bias is a learned number for each head and distance, and one for each
+    logarithmic bucket of the seconds from a key's event to what the query predicts (`time_buckets`, 0: none). Published
+    code differs in constants, which weights cannot make up for:
+
+    - `scale`: 1 / sqrt(d) unless given, as in generative-recommenders' production layer; its research layer has 1.
+    - `epsilon` of both norms, 1e-6 in either. It counts in the second: what is divided by a length of 200 or more has a
+      variance below it where few events are seen, and rows of few events are scaled down.
+    - `divide_by`: "max_length" is the constant of that name, as published, "length" a row's own, by which rows of few
+      events are not scaled down. Neither depends on a row's neighbours.
     """
 
     def __init__(
@@ -33,10 +39,15 @@ class HSTULayer(nn.Module):
         dropout: float,
         position_bias: bool = True,
         time_buckets: int = 0,
+        scale: float | None = None,
+        epsilon: float = EPSILON,
+        divide_by: str = "max_length",
     ) -> None:
         super().__init__()
         self.num_heads, self.head_dim = num_heads, head_dim(dim, num_heads)
         self.max_length = max_length
+        self.scale = self.head_dim**-0.5 if scale is None else scale
+        self.epsilon, self.by_row = epsilon, divide_by == "length"
         self.project = nn.Linear(dim, 4 * dim)
         self.output = nn.Linear(dim, dim)
         self.dropout = nn.Dropout(dropout)
@@ -46,7 +57,7 @@ class HSTULayer(nn.Module):
     def forward(self, x: Tensor, offsets: Tensor, times: Tensor, next_times: Tensor) -> Tensor:
         """[N, dim] of rows `offsets` [R + 1]; times [N] int64, of events and of what each predicts -> [N, dim]."""
         check_maximum(offsets, self.max_length, "max_length")
-        projected = nn.functional.silu(self.project(layer_norm(x)))
+        projected = nn.functional.silu(self.project(self.norm(x)))
         gate, *parts = projected.chunk(4, dim=1)
         value, query, key = (part.unflatten(1, (self.num_heads, self.head_dim)) for part in parts)
         dated = self.time_bias is not None
@@ -59,15 +70,24 @@ class HSTULayer(nn.Module):
             max_q=self.max_length,
             max_k=self.max_length,
             activation="silu",
-            score_scale=self.head_dim**-0.5,
-            out_scale=1 / self.max_length,
+            score_scale=self.scale,
+            out_scale=1.0 if self.by_row else 1 / self.max_length,
             window=(None, 0),
             position_bias=self.position_bias,
             time_bias=self.time_bias,
             q_times=next_times if dated else None,
             k_times=times if dated else None,
         )
-        return x + self.output(self.dropout(layer_norm(attended.flatten(1)) * gate))
+        attended = attended.flatten(1)
+        if self.by_row:
+            lengths = offsets.diff()
+            attended = attended / torch.repeat_interleave(lengths, lengths, output_size=x.shape[0])[:, None]
+        return x + self.output(self.dropout(self.norm(attended.to(gate.dtype)) * gate))
+
+    def norm(self, x: Tensor) -> Tensor:
+        if self.epsilon == EPSILON:
+            return layer_norm(x)
+        return nn.functional.layer_norm(x, x.shape[-1:], eps=self.epsilon).to(x.dtype)
 
 
 class HSTU(SequentialModel):
@@ -80,6 +100,15 @@ class HSTU(SequentialModel):
         temperature: float = 0.05
         position_bias: bool = True  # a learned number for each head and distance is added to scores
         time_buckets: int = 0  # the same for so many log buckets of the seconds from an event to the one to predict
+        scale: float | None = None  # of scores before their biases; null: 1 / sqrt(dim / num_heads)
+        epsilon: float = EPSILON  # of the norms; 1e-6 as published
+        # Weights of a row's events are divided by data.max_history + 1 (as published), or by how many the row has.
+        divide_by: str = option("max_length", choices=["max_length", "length"])
+
+        def check_layer(self) -> None:
+            super().check_layer()
+            if not self.epsilon > 0:
+                raise ValueError(f"model.epsilon={self.epsilon} must be above 0, e.g. model.epsilon=1e-6")
 
     def __init__(self, spec: FeatureSpec, config: Config) -> None:
         super().__init__(spec, config)
@@ -91,6 +120,9 @@ class HSTU(SequentialModel):
                 dropout=own.dropout,
                 position_bias=own.position_bias,
                 time_buckets=own.time_buckets,
+                scale=own.scale,
+                epsilon=own.epsilon,
+                divide_by=own.divide_by,
             )
             for own in config.of_layers()
         )

@@ -16,7 +16,15 @@ from torch import Tensor
 from kernels.attention import reference
 from kernels.attention.bias import BUCKET_WIDTH, Bias, checked_bias, padded_bias, time_bucket
 from kernels.attention.pool import attention_pool, pools
-from kernels.attention.structure import Structure, checked_structure
+from kernels.attention.structure import (
+    FEATURES,
+    NUM_FEATURES,
+    NUM_TENSORS,
+    Structure,
+    checked_structure,
+    packed_features,
+    unpacked_features,
+)
 from kernels.core import dispatch
 from kernels.core.checks import check_heads, check_lengths, check_offsets
 from kernels.core.chip import needs_hopper_heads
@@ -27,15 +35,21 @@ from kernels.core.rows import Rows
 
 __all__ = [
     "BUCKET_WIDTH",
+    "FEATURES",
+    "NUM_FEATURES",
+    "NUM_TENSORS",
+    "UNSTRUCTURED",
     "Bias",
     "Structure",
     "attention_pool",
     "checked_bias",
     "checked_structure",
     "jagged_attention",
+    "packed_features",
     "padded_bias",
     "pools",
     "time_bucket",
+    "unpacked_features",
 ]
 
 # Query rows of a key head (of all heads that share it) that a tile of the kernels for few queries holds.

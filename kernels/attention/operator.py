@@ -15,7 +15,7 @@ none. If there is a bias, it returns the gradients of the two tables after dv, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,17 +23,19 @@ from torch import Tensor
 
 from kernels.attention.bias import Bias
 from kernels.attention.gradients import contiguous_gradients
-from kernels.attention.structure import Structure
+from kernels.attention.structure import (
+    FEATURES,
+    NUM_FEATURES,
+    NUM_TENSORS,
+    Structure,
+    packed_features,
+    unpacked_features,
+)
 from kernels.core.mask import Mask
 from kernels.core.operator import custom_op
 from kernels.core.rows import Rows
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, "
-FEATURES = (
-    "Tensor? position, Tensor? time, Tensor? q_times, Tensor? k_times, Tensor? num_targets, float bucket_width, "
-    "SymInt contextual, SymInt prefix, SymInt target_window, bool at_end, "
-)
-NUM_FEATURES, NUM_TENSORS = 10, 10  # of these, and of all tensors of a call with them
 _SIZES = "SymInt max_q, SymInt max_k, float scale, bool causal, SymInt left, SymInt right"
 
 
@@ -127,18 +129,3 @@ def _packed(
 def _with_features(q_offsets: Tensor, k_offsets: Tensor, *rest: Any) -> tuple[Any, ...]:
     """As `_packed`, with the bias and the structure."""
     return *_packed(q_offsets, k_offsets, *rest[NUM_FEATURES:]), *unpacked_features(rest[:NUM_FEATURES])
-
-
-def packed_features(bias: Bias | None, structure: Structure | None) -> tuple[Any, ...]:
-    """In the order of FEATURES."""
-    *tensors, bucket_width = bias or Bias()
-    num_targets, *numbers = structure or Structure()
-    return *tensors, num_targets, bucket_width, *numbers
-
-
-def unpacked_features(features: Sequence[Any]) -> tuple[Bias | None, Structure | None]:
-    """(bias, structure) of `packed_features`, None for one that is empty."""
-    *tensors, num_targets, bucket_width, contextual, prefix, target_window, at_end = features
-    bias = Bias(*tensors, bucket_width) if tensors[0] is not None or tensors[1] is not None else None
-    structured = num_targets is not None or contextual or prefix or at_end
-    return bias, Structure(num_targets, contextual, prefix, target_window, at_end) if structured else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels.attention.bias import Bias
 from kernels.core.mask import WIDEST, Mask
 from kernels.core.offsets import derived
 
@@ -110,3 +112,26 @@ def _checked_targets(num_targets: Tensor, k_offsets: Tensor) -> Tensor:
     elif not valid:
         raise ValueError(message)
     return num_targets.to(torch.int32, copy=True)  # never the argument, which would keep itself
+
+
+# Biases and structure as arguments of an operator of PyTorch, which takes only tensors and numbers.
+FEATURES = (
+    "Tensor? position, Tensor? time, Tensor? q_times, Tensor? k_times, Tensor? num_targets, float bucket_width, "
+    "SymInt contextual, SymInt prefix, SymInt target_window, bool at_end, "
+)
+NUM_FEATURES, NUM_TENSORS = 10, 10  # of these, and of all tensors of a call with them
+
+
+def packed_features(bias: Bias | None, structure: Structure | None) -> tuple[Any, ...]:
+    """In the order of FEATURES."""
+    *tensors, bucket_width = bias or Bias()
+    num_targets, *numbers = structure or Structure()
+    return *tensors, num_targets, bucket_width, *numbers
+
+
+def unpacked_features(features: Sequence[Any]) -> tuple[Bias | None, Structure | None]:
+    """(bias, structure) of `packed_features`, None for one that is empty."""
+    *tensors, num_targets, bucket_width, contextual, prefix, target_window, at_end = features
+    bias = Bias(*tensors, bucket_width) if tensors[0] is not None or tensors[1] is not None else None
+    structured = num_targets is not None or contextual or prefix or at_end
+    return bias, Structure(num_targets, contextual, prefix, target_window, at_end) if structured else None

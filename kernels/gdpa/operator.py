@@ -20,8 +20,15 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.attention import Bias, Structure
-from kernels.attention.operator import FEATURES, NUM_FEATURES, NUM_TENSORS, packed_features, unpacked_features
+from kernels.attention import (
+    FEATURES,
+    NUM_FEATURES,
+    NUM_TENSORS,
+    Bias,
+    Structure,
+    packed_features,
+    unpacked_features,
+)
 from kernels.core.activations import ACTIVATIONS
 from kernels.core.mask import Mask
 from kernels.core.operator import custom_op

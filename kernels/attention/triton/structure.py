@@ -3,6 +3,8 @@
 What a tile of queries has to visit are up to three ranges of keys: the prefix, a window or the history, and the keys of
 its own targets. What a tile of keys has to visit are up to three ranges of queries, too: contextual ones, those of the
 history, and targets. Ranges are whole blocks of a step from the start of a row, so that no block is visited twice.
+
+Shared with `gdpa`.
 """
 
 from __future__ import annotations

@@ -18,6 +18,15 @@ from torch import Tensor
 from kernels.attention import reference
 from kernels.attention.bias import BUCKET_WIDTH, Bias, checked_bias, padded_bias, time_bucket
 from kernels.attention.pool import attention_pool, pools
+from kernels.attention.structure import (
+    FEATURES,
+    NUM_FEATURES,
+    NUM_TENSORS,
+    Structure,
+    checked_structure,
+    packed_features,
+    unpacked_features,
+)
 from kernels.core import dispatch
 from kernels.core.checks import check_heads, check_lengths, check_offsets
 from kernels.core.chip import needs_hopper_heads
@@ -28,13 +37,21 @@ from kernels.core.rows import Rows
 
 __all__ = [
     "BUCKET_WIDTH",
+    "FEATURES",
+    "NUM_FEATURES",
+    "NUM_TENSORS",
+    "UNSTRUCTURED",
     "Bias",
+    "Structure",
     "attention_pool",
     "checked_bias",
+    "checked_structure",
     "jagged_attention",
+    "packed_features",
     "padded_bias",
     "pools",
     "time_bucket",
+    "unpacked_features",
 ]
 
 # Query rows of a key head (of all heads that share it) that a tile of the kernels for few queries holds.
@@ -51,6 +68,7 @@ FLASH_ATTENTION_4_LEADS = {
     (32, True): MANY_PAIRS,
     (256, False): 2**20,
 }
+UNSTRUCTURED = "has no targets, contextual tokens, prefixes or masks aligned to the end"
 POSITIVE_SCALE = "needs a positive scale: it masks scores before they are scaled"
 
 
@@ -67,6 +85,11 @@ def jagged_attention(
     causal: bool = False,
     window: int | tuple[int | None, int | None] | None = None,
     block_size: int | None = None,
+    num_targets: Tensor | None = None,
+    contextual: int = 0,
+    prefix: int = 0,
+    target_window: int | None = None,
+    align: str = "start",
     position_bias: Tensor | None = None,
     time_bias: Tensor | None = None,
     q_times: Tensor | None = None,
@@ -84,8 +107,16 @@ def jagged_attention(
     - `window`, w or (left, right): i - left <= j <= i + right, None or -1 on a side for no limit;
     - `block_size`: i // block_size == j // block_size.
 
-    Masks are top-left; FlashAttention's are bottom-right. A query that sees no key gives zeros, with zero gradients.
-    Added to scaled scores, with gradients of the tables:
+    Masks are top-left; `align="end"` makes them bottom-right, as FlashAttention's: a row's last query stands at its
+    last key. A query that sees no key gives zeros, with zero gradients. Rows may have tokens of several kinds, as in
+    HSTU; these arguments exclude `block_size`:
+
+    - `num_targets` [B], int32 or int64: that many last keys of each row are targets, which only themselves see. A query
+      at a target's place, or further behind, sees all other keys, whatever the window, or the last `target_window`.
+    - `contextual`: the first so many keys see all keys but targets, and are seen as those of a prefix.
+    - `prefix`: the window hides none of the first so many keys: with a window, semi-local attention.
+
+    Added to scaled scores, with gradients of the tables; targets count as standing at one place, behind the others:
 
     - `position_bias` [H, 2 P + 1]: column clamp(j - i, -P, P) + P;
     - `time_bias` [H, T]: column `time_bucket(q_times[i] - k_times[j], T, time_bucket_width)`, for `q_times` [Nq] and
@@ -106,6 +137,10 @@ def jagged_attention(
     features: dict[str, Any] = {}
     if position_bias is not None or time_bias is not None:
         features["bias"] = checked_bias(q, k, position_bias, time_bias, q_times, k_times, time_bucket_width)
+    if structure := checked_structure(
+        mask, q_offsets, k_offsets, num_targets, contextual, prefix, target_window, align
+    ):
+        features["structure"] = structure
     chosen = dispatch.choose_backend(
         "jagged_attention",
         backend,
@@ -123,6 +158,7 @@ def jagged_attention(
         row_pairs=min(max_q * max_k, MANY_PAIRS),
         shared_keys=q.shape[1] != k.shape[1],
         named=backend,
+        **{"structured": True} if structure else {},
     )
     if not chosen.checks_lengths:
         check_lengths(q_offsets, max_q, "max_q")
@@ -132,11 +168,18 @@ def jagged_attention(
 
 
 def _few_queries(
-    *, dtype: torch.dtype, masked: bool, block_local: bool, biased: bool, query_rows: int, **facts: Any
+    *,
+    dtype: torch.dtype,
+    masked: bool,
+    block_local: bool,
+    biased: bool,
+    query_rows: int,
+    structured: bool = False,
+    **facts: Any,
 ) -> str | None:
     if reason := _triton(dtype=dtype, **facts) or dispatch.needs_dtype(dtype, *dispatch.HALF):
         return reason
-    if masked or block_local or biased:
+    if masked or block_local or biased or structured:
         return "has neither masks nor block-local attention nor biases"
     if query_rows > MAX_FEW_ROWS:
         return f"needs max_q times heads of a key head of at most {MAX_FEW_ROWS}"
@@ -154,12 +197,15 @@ def _hopper(
     biased: bool,
     positive_scale: bool,
     few_queries: bool,
+    structured: bool = False,
     **_: Hashable,
 ) -> str | None:
     if reason := needs_hopper_heads(device, capability, dtype, head_dim, value_dim):
         return reason
     if block_local or biased:
         return "has no block-local attention and no biases"
+    if structured:
+        return UNSTRUCTURED
     if not positive_scale:
         return POSITIVE_SCALE
     if few_queries:
@@ -181,6 +227,7 @@ def _varlen(
     positive_scale: bool,
     chips: tuple[tuple[int, int], ...] = VARLEN_CHIPS,
     widest: int = MAX_VARLEN_HEAD,
+    structured: bool = False,
     **_: Hashable,
 ) -> str | None:
     if reason := dispatch.needs_capability(device, capability, *chips) or dispatch.needs_dtype(dtype, *dispatch.HALF):
@@ -191,6 +238,8 @@ def _varlen(
         return f"needs a head dimension that is a multiple of 8 and at most {widest}, got {head_dim}"
     if block_local or biased:
         return "has neither block-local attention nor biases"
+    if structured:
+        return UNSTRUCTURED
     if not positive_scale:
         return POSITIVE_SCALE
     if masked and not same_offsets:
@@ -245,10 +294,19 @@ def _triton(
 
 
 def _padded(
-    *, device: str, masked: bool, same_offsets: bool, block_local: bool, biased: bool, **_: Hashable
+    *,
+    device: str,
+    masked: bool,
+    same_offsets: bool,
+    block_local: bool,
+    biased: bool,
+    structured: bool = False,
+    **_: Hashable,
 ) -> str | None:
     if device != "cuda":
         return f"is compiled for CUDA devices, the tensors are on {device}"
+    if structured:
+        return UNSTRUCTURED
     if masked and not same_offsets:
         return "has causal and window masks only where q_offsets is k_offsets"
     return "has neither block-local attention nor biases" if block_local or biased else None
@@ -284,6 +342,8 @@ def _flops(
     scale: float,
     mask: Mask,
     bias: object = None,
+    structure: Structure | None = None,
 ) -> float:
-    pairs = attended_pairs(queries.offsets, keys.offsets, mask)
+    offsets = queries.offsets, keys.offsets
+    pairs = attended_pairs(*offsets, mask) if structure is None else structure.pairs(mask, *offsets)
     return 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * pairs

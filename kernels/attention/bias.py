@@ -80,11 +80,12 @@ def checked_bias(
 def padded_bias(
     bias: Bias, i: Tensor, j: Tensor, q_offsets: Tensor, k_offsets: Tensor, num_queries: int, num_keys: int
 ) -> Tensor:
-    """[1 or B, H, num_queries, num_keys]: the biases of the scores of padded rows."""
+    """[1 or B, H, num_queries, num_keys]: the biases of the scores of padded rows; places i and j may differ by row."""
     terms = []
     if bias.position is not None:
         index = position_index(i, j, bias.position.shape[1])
-        terms.append(bias.position[:, index][None])
+        looked_up = bias.position[:, index]  # [H, (B,) num_queries, num_keys]
+        terms.append(looked_up[None] if index.dim() == 2 else looked_up.transpose(0, 1))
     if bias.time is not None:
         assert bias.q_times is not None
         assert bias.k_times is not None

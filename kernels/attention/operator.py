@@ -9,8 +9,8 @@ and `opcheck` see through. It saves q, k, v, out and lse, so that memory is line
 Shapes are those of `kernels.attention.jagged_attention`; `queries` and `keys` are `Rows` and `mask` is a `Mask`, which
 an operator of PyTorch takes apart, since it takes only tensors and numbers. out is contiguous, and lse [H, Nq] float32
 is the natural logarithm of sum over seen keys of exp(scale q k + bias), +inf for a query that sees none. q, k and v
-have one dtype and any strides, grad_out too. A backend that serves biases also takes `bias`. If there is one, it
-returns the gradients of the two tables after dv, an empty tensor for a table that is None.
+have one dtype and any strides, grad_out too. A backend with features also takes `bias` and `structure`, each None for
+none. If there is a bias, it returns the gradients of the two tables after dv, an empty tensor for a table that is None.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ from torch import Tensor
 
 from kernels.attention.bias import Bias
 from kernels.attention.gradients import contiguous_gradients
+from kernels.attention.structure import (
+    FEATURES,
+    NUM_FEATURES,
+    NUM_TENSORS,
+    Structure,
+    packed_features,
+    unpacked_features,
+)
 from kernels.core.mask import Mask
 from kernels.core.operator import custom_op
 from kernels.core.rows import Rows
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, "
-_TABLES = "Tensor? position, Tensor? time, Tensor? q_times, Tensor? k_times, float bucket_width, "
 _SIZES = "SymInt max_q, SymInt max_k, float scale, bool causal, SymInt left, SymInt right"
 
 
@@ -42,13 +49,13 @@ def attention_operator(
 ) -> Callable[..., Tensor]:
     """A function with the signature of the reference, for `dispatch.Backend`, made of the two kernels above.
 
-    Without `features` it has neither blocks nor `bias`, which saves the host a third of the arguments.
+    Without `features` it has neither blocks nor bias nor structure, which saves the host a third of the arguments.
     `gradients` makes the tensors that the backward kernel writes to.
     """
-    schema = f"{_TENSORS}{_TABLES}{_SIZES}, SymInt? block_size" if features else _TENSORS + _SIZES
+    schema = f"{_TENSORS}{FEATURES}{_SIZES}, SymInt? block_size" if features else _TENSORS + _SIZES
     results = ", ".join(["Tensor"] * (5 if features else 3))
-    saved = 9 if features else 5
-    arguments = _with_bias if features else _packed
+    saved = NUM_TENSORS if features else 5
+    arguments = _with_features if features else _packed
 
     @custom_op(f"gemsmith::jagged_attention_{name}", schema=f"({schema}) -> (Tensor, Tensor)")
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -101,11 +108,12 @@ def attention_operator(
         scale: float,
         mask: Mask,
         bias: Bias | None = None,
+        structure: Structure | None = None,
     ) -> Tensor:
         (q_offsets, max_q), (k_offsets, max_k) = queries, keys
         if not features:
             return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, *mask[:3])[0]
-        return attend(q, k, v, q_offsets, k_offsets, *(bias or Bias()), max_q, max_k, scale, *mask)[0]
+        return attend(q, k, v, q_offsets, k_offsets, *packed_features(bias, structure), max_q, max_k, scale, *mask)[0]
 
     return call
 
@@ -118,8 +126,6 @@ def _packed(
     return Rows(q_offsets.contiguous(), max_q), Rows(k_offsets.contiguous(), max_k), scale, Mask(*mask)
 
 
-def _with_bias(q_offsets: Tensor, k_offsets: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """As `_packed`, and the bias, if there is one."""
-    bias = Bias(*rest[:5])
-    packed = _packed(q_offsets, k_offsets, *rest[5:])
-    return packed if bias.position is None and bias.time is None else (*packed, bias)
+def _with_features(q_offsets: Tensor, k_offsets: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """As `_packed`, with the bias and the structure."""
+    return *_packed(q_offsets, k_offsets, *rest[NUM_FEATURES:]), *unpacked_features(rest[:NUM_FEATURES])

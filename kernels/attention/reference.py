@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.attention.bias import Bias, padded_bias
+from kernels.attention.structure import Structure
 from kernels.core import dispatch
 from kernels.core.mask import Mask
 from kernels.core.rows import Rows, jagged_to_padded, padded_length, padded_to_jagged, repeat_heads
@@ -22,6 +23,7 @@ def jagged_attention(
     scale: float,
     mask: Mask,
     bias: Bias | None = None,
+    structure: Structure | None = None,
 ) -> Tensor:
     """As the public function."""
     (q_offsets, max_q), (k_offsets, max_k) = (Rows(rows.offsets, padded_length(*rows)) for rows in (queries, keys))
@@ -35,14 +37,19 @@ def jagged_attention(
     )
     i, j = torch.arange(max_q, device=q.device)[:, None], torch.arange(max_k + 1, device=q.device)
     seen = (j < k_offsets.diff()[:, None])[:, None, :]  # [B, 1 or max_q, max_k + 1]
-    seen = mask.restrict(seen, i, j)
+    places = i, j
+    if structure is None:
+        seen = mask.restrict(seen, i, j)
+    else:
+        shown, *places = structure.padded(mask, q_offsets, k_offsets, i, j)
+        seen = seen & shown
     seen = (seen | (~seen.any(-1, keepdim=True) & (j == nowhere)))[:, None]
     if bias is None:
         out = _attend(q_padded, k_padded, v_padded, seen, scale)
     else:
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = (q_padded @ k_padded.transpose(2, 3)).to(wide) * scale
-        scores = scores + padded_bias(bias, i, j, q_offsets, k_offsets, max_q, max_k + 1)
+        scores = scores + padded_bias(bias, *places, q_offsets, k_offsets, max_q, max_k + 1)
         out = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype) @ v_padded
     return padded_to_jagged(out.transpose(1, 2), q_offsets, q.shape[0])
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention import BUCKET_WIDTH, checked_bias
+from kernels.attention import BUCKET_WIDTH, UNSTRUCTURED, Structure, checked_bias, checked_structure
 from kernels.core import dispatch
 from kernels.core.activations import ACTIVATIONS, unknown
 from kernels.core.checks import check_lengths, check_offsets
@@ -44,6 +44,11 @@ def gdpa(
     out_scale: float = 1.0,
     window: int | tuple[int | None, int | None] | None = None,
     kv_index: Tensor | None = None,
+    num_targets: Tensor | None = None,
+    contextual: int = 0,
+    prefix: int = 0,
+    target_window: int | None = None,
+    align: str = "start",
     position_bias: Tensor | None = None,
     time_bias: Tensor | None = None,
     q_times: Tensor | None = None,
@@ -70,6 +75,8 @@ def gdpa(
       may be any number. It must not decrease, so that candidates of a request are neighbours. All queries of a key row
       are then computed as one row, and max_q bounds their number. A window is refused with it, because positions would
       count from the start of that longer row.
+    - `num_targets`, `contextual`, `prefix`, `target_window` and `align` are masks as in
+      `kernels.attention.jagged_attention`, and refused with kv_index.
     - `position_bias` [H, 2 P + 1], and `time_bias` [H, T] with `q_times` [Nq] and `k_times` [Nk], are added to scaled
       scores before the activation, as in `kernels.attention.jagged_attention`, and have gradients; dense keys, shared
       queries and kv_index are refused with them.
@@ -109,6 +116,11 @@ def gdpa(
         q_offsets = _merged(q_offsets, kv_index, k_offsets.shape[0] - 1)
     if not known:
         unchecked.append((q_offsets, max_q, "max_q"))
+    structure = checked_structure(mask, q_offsets, k_offsets, num_targets, contextual, prefix, target_window, align)
+    if structure is not None:
+        if kv_index is not None:
+            raise ValueError("kv_index with targets, contextual tokens, a prefix or align='end' is not supported")
+        features["structure"] = structure
     chosen = dispatch.choose_backend(
         "gdpa",
         backend,
@@ -118,6 +130,7 @@ def gdpa(
         activations=activations,
         windowed=mask.windowed,
         **{"biased": True} if biased else {},
+        **{"structured": True} if structure else {},
     )
     if not chosen.checks_lengths:
         for offsets, maximum, name in unchecked:
@@ -196,10 +209,11 @@ def _hopper(
     head_dim: int,
     value_dim: int,
     biased: Hashable = False,
+    structured: Hashable = False,
     **_: Hashable,
 ) -> str | None:
-    if biased:
-        return "has no biases"
+    if biased or structured:
+        return "has no biases" if biased else UNSTRUCTURED
     return needs_hopper_heads(device, capability, dtype, head_dim, value_dim)
 
 
@@ -219,9 +233,9 @@ def _triton(
     return None
 
 
-def _padded(*, device: str, biased: Hashable = False, **_: Hashable) -> str | None:
-    if biased:
-        return "has no biases"
+def _padded(*, device: str, biased: Hashable = False, structured: Hashable = False, **_: Hashable) -> str | None:
+    if biased or structured:
+        return "has no biases" if biased else UNSTRUCTURED
     return None if device == "cuda" else f"is compiled for CUDA devices, the tensors are on {device}"
 
 
@@ -248,5 +262,8 @@ def _flops(
     out_scale: float,
     mask: Mask,
     bias: object = None,
+    structure: Structure | None = None,
 ) -> float:
-    return 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * attended_pairs(queries.offsets, keys.offsets, mask)
+    offsets = queries.offsets, keys.offsets
+    pairs = attended_pairs(*offsets, mask) if structure is None else structure.pairs(mask, *offsets)
+    return 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * pairs

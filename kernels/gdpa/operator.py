@@ -8,9 +8,9 @@ A backend plugs in through `gdpa_operator(name, forward, backward)`, which makes
 
 q [Nq, H, d], k [Nk, Hkv, d] and v [Nk, Hkv, dv] have one dtype and any strides, grad_out [Nq, H, dv] too; `queries` and
 `keys` are equally many `Rows`. `activations` names one activation per query head, `mask` is a `Mask` of a window alone.
-Results are contiguous and written everywhere: queries without keys and keys without queries get zeros. A backend that
-serves biases takes a `Bias` after the mask, None for none. If there is one, its backward returns the gradients of the
-two tables after dv, an empty tensor for a table that is None.
+Results are contiguous and written everywhere: queries without keys and keys without queries get zeros. A backend with
+`features` takes a `Bias` and a `Structure` after the mask, None for none. If there is a bias, its backward returns the
+gradients of the two tables after dv, an empty tensor for a table that is None.
 """
 
 from __future__ import annotations
@@ -20,14 +20,21 @@ from typing import Any
 
 from torch import Tensor
 
-from kernels.attention import Bias
+from kernels.attention import (
+    FEATURES,
+    NUM_FEATURES,
+    NUM_TENSORS,
+    Bias,
+    Structure,
+    packed_features,
+    unpacked_features,
+)
 from kernels.core.activations import ACTIVATIONS
 from kernels.core.mask import Mask
 from kernels.core.operator import custom_op
 from kernels.core.rows import Rows
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor q_offsets, Tensor k_offsets, "
-_TABLES = "Tensor? position, Tensor? time, Tensor? q_times, Tensor? k_times, float bucket_width, "
 _SIZES = "SymInt max_q, SymInt max_k, int[] activations, float score_scale, float out_scale, SymInt left, SymInt right"
 
 
@@ -36,13 +43,13 @@ def gdpa_operator(
     forward: Callable[..., Tensor],
     backward: Callable[..., tuple[Tensor, ...]],
     *,
-    biases: bool = False,
+    features: bool = False,
 ) -> Callable[..., Tensor]:
     """A function with the signature of the reference, for `dispatch.Backend`, made of the two kernels above."""
-    call_schema = _TENSORS + _TABLES * biases + _SIZES
-    results = ", ".join(["Tensor"] * (5 if biases else 3))
-    saved = 9 if biases else 5  # tensors
-    arguments = _with_bias if biases else _arguments
+    call_schema = _TENSORS + FEATURES * features + _SIZES
+    results = ", ".join(["Tensor"] * (5 if features else 3))
+    saved = NUM_TENSORS if features else 5
+    arguments = _with_features if features else _arguments
 
     @custom_op(f"gemsmith::gdpa_{name}", schema=f"({call_schema}) -> Tensor")
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
@@ -55,13 +62,12 @@ def gdpa_operator(
     @custom_op(f"gemsmith::gdpa_{name}_backward", schema=f"(Tensor grad, {call_schema}) -> ({results})")
     def attend_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         own = backward(grad, q, k, v, *arguments(*rest))
-        return (*own, *(q.new_empty(0) for _ in range(2 * biases))) if len(own) == 3 else own
+        return (*own, *(q.new_empty(0) for _ in range(2 * features))) if len(own) == 3 else own
 
     @attend_backward.register_fake
     def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        tables = (
-            q.new_empty(0) if table is None else table.new_empty(table.shape) for table in rest[2 : 2 + 2 * biases]
-        )
+        tables = rest[2 : 2 + 2 * features]
+        tables = (q.new_empty(0) if table is None else table.new_empty(table.shape) for table in tables)
         return *(x.new_empty(x.shape) for x in (q, k, v)), *tables
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -88,11 +94,13 @@ def gdpa_operator(
         out_scale: float,
         mask: Mask,
         bias: Bias | None = None,
+        structure: Structure | None = None,
     ) -> Tensor:
         (q_offsets, max_q), (k_offsets, max_k) = queries, keys
         identifiers = [ACTIVATIONS.index(activation) for activation in activations]
         sizes = max_q, max_k, identifiers, score_scale, out_scale, mask.left, mask.right
-        return attend(q, k, v, q_offsets, k_offsets, *((bias or Bias()) if biases else ()), *sizes)
+        given = packed_features(bias, structure) if features else ()
+        return attend(q, k, v, q_offsets, k_offsets, *given, *sizes)
 
     return call
 
@@ -115,8 +123,6 @@ def _arguments(
     return *rows, activations, score_scale, out_scale, Mask(False, left, right)
 
 
-def _with_bias(q_offsets: Tensor, k_offsets: Tensor, *rest: Any) -> tuple[Any, ...]:
-    """As `_arguments`, and the bias, None if it has no table."""
-    bias = Bias(*rest[:5])
-    given = bias.position is not None or bias.time is not None
-    return *_arguments(q_offsets, k_offsets, *rest[5:]), bias if given else None
+def _with_features(q_offsets: Tensor, k_offsets: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """As `_arguments`, with the bias and the structure."""
+    return *_arguments(q_offsets, k_offsets, *rest[NUM_FEATURES:]), *unpacked_features(rest[:NUM_FEATURES])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.attention import Bias, padded_bias
+from kernels.attention import Bias, Structure, padded_bias
 from kernels.core.activations import activate
 from kernels.core.constants import EPSILON
 from kernels.core.mask import Mask
@@ -24,6 +24,7 @@ def gdpa(
     out_scale: float,
     mask: Mask,
     bias: Bias | None = None,
+    structure: Structure | None = None,
 ) -> Tensor:
     """`activations` has a name per query head; the rest as in the public function."""
     (q_offsets, max_q), (k_offsets, max_k) = (Rows(rows.offsets, padded_length(*rows)) for rows in (queries, keys))
@@ -32,11 +33,13 @@ def gdpa(
         jagged_to_padded(values, offsets, length, 0.0, "first").transpose(1, 2)  # [B, H, L, d]
         for values, offsets, length in ((q, q_offsets, max_q), (k, k_offsets, max_k), (v, k_offsets, max_k))
     )
-    added = None
+    places = torch.arange(max_q, device=q.device)[:, None], torch.arange(max_k, device=q.device)
+    seen = added = None
+    if structure is not None:
+        seen, *places = structure.padded(mask, q_offsets, k_offsets, *places)
     if bias is not None:
-        i, j = torch.arange(max_q, device=q.device)[:, None], torch.arange(max_k, device=q.device)
-        added = padded_bias(bias, i, j, q_offsets, k_offsets, max_q, max_k)
-    attended = attend(q_padded, k_padded, v_padded, activations, score_scale, out_scale, mask, added)
+        added = padded_bias(bias, *places, q_offsets, k_offsets, max_q, max_k)
+    attended = attend(q_padded, k_padded, v_padded, activations, score_scale, out_scale, mask, added, seen)
     return padded_to_jagged(attended.transpose(1, 2), q_offsets, q.shape[0])
 
 
@@ -49,14 +52,18 @@ def attend(
     out_scale: float,
     mask: Mask,
     bias: Tensor | None = None,
+    seen: Tensor | None = None,
 ) -> Tensor:
     """q [B, H, Lq, d], k [B, H, Lk, d], v [B, H, Lk, dv] -> [B, H, Lq, dv]; rows are padded with zeros.
 
-    bias [1 or B, H, Lq, Lk] is added to scaled scores.
+    bias [1 or B, H, Lq, Lk] is added to scaled scores; seen [B, Lq, Lk] stands for the mask.
     """
-    i, j = torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
     # Padding needs no mask: its values are 0.
-    seen = mask.restrict(torch.ones_like(i == j), i, j)
+    if seen is None:
+        i, j = torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
+        seen = mask.restrict(torch.ones_like(i == j), i, j)
+    else:
+        seen = seen[:, None]
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.mT).to(wide) * score_scale
     scores = scores if bias is None else scores + bias

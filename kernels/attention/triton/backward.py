@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from kernels.attention.bias import Bias
+from kernels.attention.structure import Structure
 from kernels.attention.triton import launch
+from kernels.attention.triton import structure as kinds
 from kernels.attention.triton.dkv import attention_key_kernel
 from kernels.attention.triton.dq import attention_query_kernel
 from kernels.attention.triton.tables import table_gradients
@@ -35,6 +37,7 @@ def backward(
     scale: float,
     mask: Mask,
     bias: Bias | None = None,
+    structure: Structure | None = None,
 ) -> tuple[Tensor, ...]:
     """(dq, dk, dv), and with biases the gradients of the two tables (empty where there is no table)."""
     q_offsets, k_offsets = queries.offsets, keys.offsets
@@ -46,9 +49,10 @@ def backward(
     dv = torch.empty(total_k, key_heads, value_dim, dtype=v.dtype, device=v.device)
     delta = torch.empty_like(lse)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *grad.stride()[:2])
-    scalars = (scale, *launch.window_of(mask), *launch.bias_sizes(bias), total_q)
+    scalars = (scale, *launch.window_of(mask), *launch.bias_sizes(bias), total_q, *kinds.arguments(structure, mask, q))
     tables = launch.bias_tensors(bias, q)
-    constants = {"NUM_HEADS": num_heads, "GROUP": num_heads // key_heads} | launch.constants(q, v, bias)
+    constants = {"NUM_HEADS": num_heads, "GROUP": num_heads // key_heads}
+    constants |= launch.constants(q, v, bias) | kinds.constants(structure)
     if total_q:
         tile = launch.fit("query", q, v, bias)
         rows = tile_rows_of(q_offsets, total_q, tile.m)

@@ -5,31 +5,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.attention.triton.tile import (
-    LOG2E,
-    load_rows,
-    load_times,
-    locate,
-    part_of_span,
-    scaled_scores,
-    sees,
-    span,
-    store_rows,
-)
+from kernels.attention.triton import structure as kinds
+from kernels.attention.triton.structure import partner, places, query_span, structure_of, visible, walk
+from kernels.attention.triton.tile import LOG2E, load_rows, load_times, locate, scaled_scores, store_rows
 
 
 @triton.jit
 def _sum_over_queries(
-    dk, dv, k, v, j, k_time, q, grad, lse, delta, q_times, stride_qn, stride_gn, limits, scale2, masks, bias,
+    dk, dv, k, v, j, k_time, q, grad, lse, delta, q_times, stride_qn, stride_gn, limits, scale2, masks, bias, structure,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
+    STRUCTURED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """All tiles are transposed: rows are keys, columns queries."""
     num_queries = masks[0]
-    begin, end, cut, gap = part_of_span(limits[0], limits[1], limits[2], limits[3], MASKED)
+    begin, end, gaps = walk(limits, MASKED, STRUCTURED)
     for step in range(begin, end, BLOCK_M):
-        first = tl.where(step < cut, step, step + gap)
+        first = partner(step, gaps, STRUCTURED)
         i = (first + tl.arange(0, BLOCK_M))[None, :]
         q_tile = load_rows(q + first * stride_qn, stride_qn, num_queries - first, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
         grad_tile = load_rows(
@@ -39,24 +31,26 @@ def _sum_over_queries(
         delta_tile = tl.load(delta + i, mask=i < num_queries, other=0.0)
         q_time = load_times(q_times, i, num_queries, HAS_TIME)
         s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
-        s = scaled_scores(s, i, j, q_time, k_time, scale2, bias, HAS_POSITION, HAS_TIME)
+        i_place, j_place = places(i, j, structure, STRUCTURED)
+        s = scaled_scores(s, i_place, j_place, q_time, k_time, scale2, bias, HAS_POSITION, HAS_TIME)
         p = tl.exp2(s - lse2)
         if MASKED:
-            p = tl.where(sees(i, j, masks), p, 0.0)
+            p = tl.where(visible(i, j, masks, structure, STRUCTURED), p, 0.0)
         dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv, input_precision=PRECISION)
         ds = p * (tl.dot(v, tl.trans(grad_tile), input_precision=PRECISION) - delta_tile)
         dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["left", "right", "block_size", "total_q", "reach", "num_buckets"])
+@triton.jit(do_not_specialize=["left", "right", "block_size", "total_q", "reach", "num_buckets"] + kinds.SCALARS)
 def attention_key_kernel(
     q, k, v, grad, lse, delta, dk, dv, q_offsets, k_offsets, tile_rows, position_table, time_table, edges, q_times,
     k_times, stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_gn, stride_gh, scale, left,
-    right, block_size, reach, num_buckets, buckets_per_octave, total_q,
+    right, block_size, reach, num_buckets, buckets_per_octave, total_q, num_targets, contextual, prefix, near, at_end,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, PRECISION: tl.constexpr,
+    STRUCTURED: tl.constexpr, HAS_TARGETS: tl.constexpr,
 ):  # fmt: skip
     key_head = tl.program_id(1).to(tl.int64)
     k_begin, num_keys, first, q_begin, num_queries = locate(tile_rows, k_offsets, q_offsets, tl.program_id(0), BLOCK_N)
@@ -79,7 +73,10 @@ def attention_key_kernel(
     v_tile = load_rows(v, stride_vn, remaining, BLOCK_N, VALUE_DIM, BLOCK_V, True)
     k_time = load_times(k_times, j[:, None], num_keys, HAS_TIME)
     last = tl.minimum(first + BLOCK_N, num_keys) - 1
-    limits = span(first, last, right, left, block_size, num_queries, BLOCK_M)
+    structure = structure_of(
+        num_targets, tile_rows, tl.program_id(0), num_queries, num_keys, contextual, prefix, near, at_end, HAS_TARGETS
+    )
+    limits = query_span(first, last, masks, structure, STRUCTURED, BLOCK_M)
     dk_tile = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv_tile = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     for member in range(GROUP):
@@ -98,8 +95,8 @@ def attention_key_kernel(
         for part in tl.static_range(2):
             dk_tile, dv_tile = _sum_over_queries(
                 dk_tile, dv_tile, k_tile, v_tile, j[:, None], k_time, head_q, head_grad, head_lse, head_delta, q_times,
-                stride_qn, stride_gn, limits, scale * LOG2E, masks, bias, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V,
-                BLOCK_M, HAS_POSITION, HAS_TIME, PRECISION, part == 1,
+                stride_qn, stride_gn, limits, scale * LOG2E, masks, bias, structure, HEAD_DIM, VALUE_DIM, BLOCK_D,
+                BLOCK_V, BLOCK_M, HAS_POSITION, HAS_TIME, PRECISION, STRUCTURED, part == 1,
             )  # fmt: skip
     store_rows(dk, NUM_HEADS // GROUP * HEAD_DIM, remaining, dk_tile * scale, BLOCK_N, HEAD_DIM, BLOCK_D)
     store_rows(dv, NUM_HEADS // GROUP * VALUE_DIM, remaining, dv_tile, BLOCK_N, VALUE_DIM, BLOCK_V)

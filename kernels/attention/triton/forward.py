@@ -12,17 +12,17 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention.bias import Bias
+from kernels.attention.structure import Structure
 from kernels.attention.triton import launch
+from kernels.attention.triton import structure as kinds
+from kernels.attention.triton.structure import key_span, partner, places, structure_of, visible, walk
 from kernels.attention.triton.tile import (
     LN2,
     LOG2E,
     load_rows,
     load_times,
     locate,
-    part_of_span,
     scaled_scores,
-    sees,
-    span,
     store_rows,
     tile_rows_of,
 )
@@ -32,24 +32,25 @@ from kernels.core.rows import Rows
 
 @triton.jit
 def _attend(
-    acc, total, highest, q, i, q_time, k, v, k_times, stride_kn, stride_vn, limits, scale2, masks, bias,
+    acc, total, highest, q, i, q_time, k, v, k_times, stride_kn, stride_vn, limits, scale2, masks, bias, structure,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, SCALE_LATE: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, STRUCTURED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys begin..end; `highest` is the running maximum in units of log 2."""
     num_keys = masks[1]
-    begin, end, cut, gap = part_of_span(limits[0], limits[1], limits[2], limits[3], MASKED)
+    begin, end, gaps = walk(limits, MASKED, STRUCTURED)
     for step in range(begin, end, BLOCK_N):
-        first = tl.where(step < cut, step, step + gap)
+        first = partner(step, gaps, STRUCTURED)
         j = first + tl.arange(0, BLOCK_N)
         k_tile = load_rows(k + first * stride_kn, stride_kn, num_keys - first, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
         s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
         if not SCALE_LATE:
             k_time = load_times(k_times, j[None, :], num_keys, HAS_TIME)
-            s = scaled_scores(s, i, j[None, :], q_time, k_time, scale2, bias, HAS_POSITION, HAS_TIME)
+            i_place, j_place = places(i, j[None, :], structure, STRUCTURED)
+            s = scaled_scores(s, i_place, j_place, q_time, k_time, scale2, bias, HAS_POSITION, HAS_TIME)
         if MASKED:
-            s = tl.where(sees(i, j[None, :], masks), s, float("-inf"))
+            s = tl.where(visible(i, j[None, :], masks, structure, STRUCTURED), s, float("-inf"))
         if SCALE_LATE:
             new_highest = tl.maximum(highest, tl.max(s, 1) * scale2)
         else:
@@ -70,14 +71,15 @@ def _attend(
     return acc, total, highest
 
 
-@triton.jit(do_not_specialize=["left", "right", "block_size", "total_q", "reach", "num_buckets"])
+@triton.jit(do_not_specialize=["left", "right", "block_size", "total_q", "reach", "num_buckets"] + kinds.SCALARS)
 def attention_forward_kernel(
     q, k, v, out, lse, q_offsets, k_offsets, tile_rows, position_table, time_table, edges, q_times, k_times, stride_qn,
     stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, scale, left, right, block_size, reach, num_buckets,
-    buckets_per_octave, total_q,
+    buckets_per_octave, total_q, num_targets, contextual, prefix, near, at_end,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, SCALE_LATE: tl.constexpr, PRECISION: tl.constexpr,
+    STRUCTURED: tl.constexpr, HAS_TARGETS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     q_begin, num_queries, first, k_begin, num_keys = locate(tile_rows, q_offsets, k_offsets, tl.program_id(0), BLOCK_M)
@@ -104,15 +106,18 @@ def attention_forward_kernel(
     q_tile = load_rows(q, stride_qn, remaining, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     q_time = load_times(q_times, i[:, None], num_queries, HAS_TIME)
     last = tl.minimum(first + BLOCK_M, num_queries) - 1
-    limits = span(first, last, left, right, block_size, num_keys, BLOCK_N)
+    structure = structure_of(
+        num_targets, tile_rows, tl.program_id(0), num_queries, num_keys, contextual, prefix, near, at_end, HAS_TARGETS
+    )
+    limits = key_span(first, last, masks, structure, STRUCTURED, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     for part in tl.static_range(2):
         acc, total, highest = _attend(
             acc, total, highest, q_tile, i[:, None], q_time, k, v, k_times, stride_kn, stride_vn, limits,
-            scale * LOG2E, masks, bias, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, HAS_POSITION, HAS_TIME,
-            SCALE_LATE, PRECISION, part == 1,
+            scale * LOG2E, masks, bias, structure, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, HAS_POSITION,
+            HAS_TIME, SCALE_LATE, PRECISION, STRUCTURED, part == 1,
         )  # fmt: skip
     blind = total == 0.0
     total = tl.where(blind, 1.0, total)
@@ -129,6 +134,7 @@ def forward(
     scale: float,
     mask: Mask,
     bias: Bias | None = None,
+    structure: Structure | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out [Nq, H, dv] like q, lse [H, Nq] float32); arguments as in `kernels.attention.operator`."""
     q_offsets, k_offsets = queries.offsets, keys.offsets
@@ -144,9 +150,10 @@ def forward(
     attention_forward_kernel[(rows.shape[0], num_heads)](
         q, k, v, out, lse, q_offsets, k_offsets, rows, *launch.bias_tensors(bias, q), *q.stride()[:2], *k.stride()[:2],
         *v.stride()[:2], scale, *launch.window_of(mask), *launch.bias_sizes(bias), total_q,
+        *kinds.arguments(structure, mask, q),
         NUM_HEADS=num_heads, GROUP=num_heads // k.shape[1], BLOCK_M=tile.m, BLOCK_N=tile.n,
         # The maximum may be taken before the scale is applied, which saves a multiplication per score.
-        SCALE_LATE=bias is None and scale > 0, **launch.constants(q, v, bias), num_warps=tile.warps,
-        num_stages=tile.stages,
+        SCALE_LATE=bias is None and scale > 0, **launch.constants(q, v, bias), **kinds.constants(structure),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from kernels.attention.bias import Bias
 from kernels.attention.triton import launch
+from kernels.attention.triton import structure as kinds
+from kernels.attention.triton.structure import key_span, partner, places, structure_of, visible, walk
 from kernels.attention.triton.tile import (
     LOG2E,
     load_rows,
     load_times,
     locate,
     scaled_scores,
-    sees,
-    span,
     tile_rows_of,
     time_bucket,
 )
@@ -55,40 +55,136 @@ def _sum_diagonals(ds, SIDE: tl.constexpr):
     return upper, lower
 
 
-@triton.jit(do_not_specialize=["left", "right", "block_size", "total_q", "reach", "num_buckets", "num_tiles"])
+@triton.jit
+def head_tables(
+    position_table, time_table, head, reach, num_buckets, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr
+):
+    """Where the tables of a head begin."""
+    if HAS_POSITION:
+        position_table += head * (2 * reach + 1)
+    if HAS_TIME:
+        time_table += head * num_buckets
+    return position_table, time_table
+
+
+@triton.jit
+def table_span(first, last, masks, structure, STRUCTURED: tl.constexpr, SIDE: tl.constexpr):
+    """(begin, end, gaps) of the loop over all keys that the queries first..last see, in whole tiles of a row."""
+    limits = key_span(first, last, masks, structure, STRUCTURED, SIDE, False)
+    if STRUCTURED:
+        part = walk(limits, True, STRUCTURED)
+    else:
+        part = (limits[0] // SIDE * SIDE, limits[3], (limits[3], 0))
+    return (part[0], tl.where(first < masks[0], part[1], 0), part[2])
+
+
+@triton.jit
+def add_pairs(
+    far_left, far_right, own, carried, time_sums, ds, seen, i, j, first, start, q_time, k_time, position_sums, bias,
+    structure, SIDE: tl.constexpr, BLOCK_T: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr,
+    STRUCTURED: tl.constexpr, HAS_TARGETS: tl.constexpr,
+):  # fmt: skip
+    """Add ds of queries first.. and keys start.. to the sums of table entries: of a program's own table in memory, of
+    its ends, of targets' own keys, of diagonals that the next tile goes on with, and of time buckets."""
+    _position, _time, edges, reach, num_buckets, buckets_per_octave = bias
+    lane = tl.arange(0, SIDE)
+    if HAS_POSITION:
+        i_place, j_place = places(i, j, structure, STRUCTURED)
+        far_left += tl.sum(tl.where((j_place - i_place <= -reach) | (reach == 0), ds, 0.0), 0)
+        # A table of one column has one end, not two.
+        far_right += tl.sum(tl.where((j_place - i_place >= reach) & (reach > 0), ds, 0.0), 0)
+        offset = start - first
+        diagonals = ds
+        if STRUCTURED:
+            offset -= structure[0]
+        if HAS_TARGETS:
+            # All targets stand at one place, so that columns take the place of diagonals.
+            history, target = structure[1], i + structure[0] >= structure[2]
+            columns = tl.sum(tl.where(target & (j < history), ds, 0.0), 0)
+            _add(position_sums, start - history + lane, columns, reach)
+            own += tl.sum(tl.where(target & (j >= history), ds, 0.0), 0)
+            diagonals = tl.where(target, 0.0, ds)
+        upper, lower = _sum_diagonals(diagonals, SIDE)
+        _add(position_sums, offset - SIDE + lane, carried + lower, reach)
+        if STRUCTURED:  # the next tile may be elsewhere
+            _add(position_sums, offset + lane, upper, reach)
+        else:
+            carried = upper
+    if HAS_TIME:
+        bucket = time_bucket(q_time, k_time, edges, num_buckets, buckets_per_octave)
+        bucket_lane = tl.arange(0, BLOCK_T)
+        lowest = tl.min(tl.min(tl.where(seen, bucket, num_buckets), 1), 0)
+        highest = tl.max(tl.max(tl.where(seen, bucket, -1), 1), 0)
+        for b in range(lowest, highest + 1):
+            total = tl.sum(tl.sum(tl.where(bucket == b, ds, 0.0), 1), 0)
+            time_sums += tl.where(bucket_lane == b, total, 0.0)
+    return far_left, far_right, own, carried, time_sums
+
+
+@triton.jit
+def add_carried(
+    carried, first, begin, end, position_sums, reach, SIDE: tl.constexpr, HAS_POSITION: tl.constexpr,
+    STRUCTURED: tl.constexpr,
+):  # fmt: skip
+    if HAS_POSITION and not STRUCTURED:
+        reached = begin + tl.cdiv(tl.maximum(end - begin, 0), SIDE) * SIDE
+        _add(position_sums, reached - first - SIDE + tl.arange(0, SIDE), carried, reach)
+
+
+@triton.jit
+def store_sums(
+    far_left, far_right, own, time_sums, position_sums, time_partial, reach, num_buckets, BLOCK_T: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, HAS_TARGETS: tl.constexpr,
+):  # fmt: skip
+    if HAS_POSITION:
+        tl.debug_barrier()
+        if HAS_TARGETS:
+            tl.store(position_sums + reach, tl.load(position_sums + reach) + tl.sum(own, 0))
+        tl.store(position_sums, tl.sum(far_left, 0))  # also over the line before, in a table of one column
+        if reach > 0:
+            tl.store(position_sums + 2 * reach, tl.sum(far_right, 0))
+    if HAS_TIME:
+        bucket_lane = tl.arange(0, BLOCK_T)
+        tl.store(time_partial + bucket_lane, time_sums, mask=bucket_lane < num_buckets)
+
+
+@triton.jit(
+    do_not_specialize=["left", "right", "block_size", "total_q", "reach", "num_buckets", "num_tiles"] + kinds.SCALARS
+)
 def attention_table_kernel(
     q, k, v, grad, lse, delta, position_partial, time_partial, q_offsets, k_offsets, tile_rows, num_tiles,
     position_table, time_table, edges, q_times, k_times, stride_qn, stride_qh, stride_kn, stride_kh, stride_vn,
     stride_vh, stride_gn, stride_gh, scale, left, right, block_size, reach, num_buckets, buckets_per_octave, total_q,
+    num_targets, contextual, prefix, near, at_end,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SIDE: tl.constexpr, BLOCK_T: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, PRECISION: tl.constexpr, STRUCTURED: tl.constexpr,
+    HAS_TARGETS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     stride_kn = tl.cast(stride_kn, tl.int64)
     stride_vn = tl.cast(stride_vn, tl.int64)
-    if HAS_POSITION:
-        position_table += head * (2 * reach + 1)
-    if HAS_TIME:
-        time_table += head * num_buckets
-    bias = (position_table, time_table, edges, reach, num_buckets, buckets_per_octave)
+    tables = head_tables(position_table, time_table, head, reach, num_buckets, HAS_POSITION, HAS_TIME)
+    bias = (tables[0], tables[1], edges, reach, num_buckets, buckets_per_octave)
     own_position = position_partial
     if HAS_POSITION:
         own_position += (program * NUM_HEADS + head) * (2 * reach + 1)
     lane = tl.arange(0, SIDE)
-    bucket_lane = tl.arange(0, BLOCK_T)
     far_left = tl.zeros((SIDE,), tl.float32)
     far_right = tl.zeros((SIDE,), tl.float32)
+    own = tl.zeros((SIDE,), tl.float32)
     time_sums = tl.zeros((BLOCK_T,), tl.float32)
     for number in range(program, num_tiles, tl.num_programs(0)):
         q_begin, num_queries, first, k_begin, num_keys = locate(tile_rows, q_offsets, k_offsets, number, SIDE)
         i = (first + lane)[:, None]
         # A program without queries, of a row that has fewer tiles than programs, walks over no keys.
         last = tl.minimum(first + SIDE, num_queries) - 1
-        begin, _, _, end = span(first, last, left, right, block_size, num_keys, SIDE)
-        end = tl.where(first < num_queries, end, 0)
         masks = (num_queries, num_keys, left, right, block_size)
+        structure = structure_of(
+            num_targets, tile_rows, number, num_queries, num_keys, contextual, prefix, near, at_end, HAS_TARGETS
+        )
+        begin, end, gaps = table_span(first, last, masks, structure, STRUCTURED, SIDE)
         row = q_begin + first
         statistics = head * total_q + q_begin + i
         lse2 = tl.load(lse + statistics, mask=i < num_queries, other=float("inf")) * LOG2E
@@ -101,8 +197,8 @@ def attention_table_kernel(
         )
         q_time = load_times(q_times, q_begin + i, q_begin + num_queries, HAS_TIME)
         carried = tl.zeros((SIDE,), tl.float32)
-        aligned = begin // SIDE * SIDE
-        for start in range(aligned, end, SIDE):
+        for step in range(begin, end, SIDE):
+            start = partner(step, gaps, STRUCTURED)
             j = (start + lane)[None, :]
             k_tile = load_rows(
                 k + (k_begin + start) * stride_kn + head // GROUP * stride_kh,
@@ -124,35 +220,23 @@ def attention_table_kernel(
             )
             k_time = load_times(k_times, k_begin + j, k_begin + num_keys, HAS_TIME)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            s = scaled_scores(s, i, j, q_time, k_time, scale * LOG2E, bias, HAS_POSITION, HAS_TIME)
-            seen = sees(i, j, masks)
+            i_place, j_place = places(i, j, structure, STRUCTURED)
+            s = scaled_scores(s, i_place, j_place, q_time, k_time, scale * LOG2E, bias, HAS_POSITION, HAS_TIME)
+            seen = visible(i, j, masks, structure, STRUCTURED)
             dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
             ds = tl.where(seen, tl.exp2(s - lse2) * (dp - delta_tile), 0.0)
-            if HAS_POSITION:
-                far_left += tl.sum(tl.where((j - i <= -reach) | (reach == 0), ds, 0.0), 0)
-                # A table of one column has one end, not two.
-                far_right += tl.sum(tl.where((j - i >= reach) & (reach > 0), ds, 0.0), 0)
-                upper, lower = _sum_diagonals(ds, SIDE)
-                _add(own_position, start - first - SIDE + lane, carried + lower, reach)
-                carried = upper
-            if HAS_TIME:
-                bucket = time_bucket(q_time, k_time, edges, num_buckets, buckets_per_octave)
-                lowest = tl.min(tl.min(tl.where(seen, bucket, num_buckets), 1), 0)
-                highest = tl.max(tl.max(tl.where(seen, bucket, -1), 1), 0)
-                for b in range(lowest, highest + 1):
-                    total = tl.sum(tl.sum(tl.where(bucket == b, ds, 0.0), 1), 0)
-                    time_sums += tl.where(bucket_lane == b, total, 0.0)
-        if HAS_POSITION:
-            reached = aligned + tl.cdiv(tl.maximum(end - aligned, 0), SIDE) * SIDE
-            _add(own_position, reached - first - SIDE + lane, carried, reach)
-    if HAS_POSITION:
-        tl.debug_barrier()
-        tl.store(own_position, tl.sum(far_left, 0))
-        if reach > 0:
-            tl.store(own_position + 2 * reach, tl.sum(far_right, 0))
+            far_left, far_right, own, carried, time_sums = add_pairs(
+                far_left, far_right, own, carried, time_sums, ds, seen, i, j, first, start, q_time, k_time,
+                own_position, bias, structure, SIDE, BLOCK_T, HAS_POSITION, HAS_TIME, STRUCTURED, HAS_TARGETS,
+            )  # fmt: skip
+        add_carried(carried, first, begin, end, own_position, reach, SIDE, HAS_POSITION, STRUCTURED)
+    own_time = time_partial
     if HAS_TIME:
-        own_time = time_partial + (program * NUM_HEADS + head) * num_buckets
-        tl.store(own_time + bucket_lane, time_sums, mask=bucket_lane < num_buckets)
+        own_time += (program * NUM_HEADS + head) * num_buckets
+    store_sums(
+        far_left, far_right, own, time_sums, own_position, own_time, reach, num_buckets, BLOCK_T, HAS_POSITION,
+        HAS_TIME, HAS_TARGETS,
+    )  # fmt: skip
 
 
 def table_gradients(

@@ -2,7 +2,8 @@
 
 The shapes are those of the published benchmark of ads_model_kernel_library (B=1152, 4 heads of 128, tanh GELU): queries
 and keys equally long; queries of uniform lengths against full keys; 256 keys. Two are harder: keys as jagged as the
-queries, with uniform and with heavy-tailed lengths. `block_*` puts the norms of a block around it.
+queries, with uniform and with heavy-tailed lengths. `block_*` puts the norms of a block around it; `hstu_*`
+have SiLU and the masks of HSTU.
 
 On a GPU there are three more groups at one length: `activation_*`, what each activation costs; `ablation_*`, what each
 part of the Hopper forward brings; and `gelu_*`, the three forms of GELU in heads of 128 and of 64,
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, pad
 
 from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error, runner_of
-from kernels.bench.cases import gdpa_block
+from kernels.bench.cases import gdpa_block, gdpa_hstu
 from kernels.bench.cases.gdpa_ablation import HOPPER_STEPS, hopper_steps
 from kernels.bench.cases.gdpa_peer import load_peer
 from kernels.core import dispatch
@@ -48,7 +49,7 @@ def cases(device: torch.device) -> list[Case]:
         for length in LENGTHS[device.type]
         for direction in ("fwd", "bwd")
     ]
-    shapes += gdpa_block.cases(device, gdpa)
+    shapes += gdpa_block.cases(device, gdpa) + gdpa_hstu.cases(device)
     if device.type == "cpu":
         return shapes
 

@@ -15,51 +15,56 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention import Bias
-from kernels.attention.triton.tile import load_rows, load_times, locate, part_of_span, span, store_rows, tile_rows_of
+from kernels.attention import Bias, Structure
+from kernels.attention.triton import structure as kinds
+from kernels.attention.triton.structure import key_span, partner, query_span, structure_of, walk
+from kernels.attention.triton.tables import head_tables
+from kernels.attention.triton.tile import load_rows, load_times, locate, store_rows, tile_rows_of
 from kernels.core.mask import Mask
 from kernels.core.rows import Rows
 from kernels.gdpa.triton import launch
 from kernels.gdpa.triton import short as triton_short
 from kernels.gdpa.triton.activations import kind_of, value_and_slope
-from kernels.gdpa.triton.biases import arguments_of, head_tables, table_gradients
+from kernels.gdpa.triton.biases import arguments_of, table_gradients, within
 
 
 @triton.jit
 def _sum_over_keys(
-    dq, q, grad, first_query, k, v, stride_kn, stride_vn, num_keys, limits, score_scale, left, right, kind,
+    dq, q, grad, first_query, k, v, stride_kn, stride_vn, num_keys, limits, score_scale, masks, structure, kind,
     q_time, k_times, bias,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KINDS: tl.constexpr, FAST: tl.constexpr, WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, STRUCTURED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    begin, end, cut, gap = part_of_span(limits[0], limits[1], limits[2], limits[3], MASKED)
+    begin, end, gaps = walk(limits, MASKED, STRUCTURED)
     for step in range(begin, end, BLOCK_N):
-        first = tl.where(step < cut, step, step + gap)
+        first = partner(step, gaps, STRUCTURED)
         k_tile = load_rows(k + first * stride_kn, stride_kn, num_keys - first, BLOCK_N, HEAD_DIM, BLOCK_D, MASKED)
         v_tile = load_rows(v + first * stride_vn, stride_vn, num_keys - first, BLOCK_N, VALUE_DIM, BLOCK_V, MASKED)
         i = (first_query + tl.arange(0, BLOCK_M))[:, None]
         j = (first + tl.arange(0, BLOCK_N))[None, :]
         k_time = load_times(k_times, j, num_keys, HAS_TIME)
         s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
-        s = arguments_of(s, i, j, q_time, k_time, score_scale, bias, HAS_POSITION, HAS_TIME)
+        s = arguments_of(s, i, j, q_time, k_time, score_scale, bias, structure, HAS_POSITION, HAS_TIME, STRUCTURED)
         _, slope = value_and_slope(s, kind, KINDS, FAST)
         ds = tl.dot(grad, tl.trans(v_tile), input_precision=PRECISION) * slope
-        if MASKED and WINDOWED:
-            ds = tl.where((j - i >= -left) & (j - i <= right), ds, 0.0)
+        if MASKED and (WINDOWED or STRUCTURED):
+            ds = tl.where(within(i, j, masks, structure, STRUCTURED), ds, 0.0)
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
     return dq
 
 
-@triton.jit(do_not_specialize=["left", "right", "reach", "num_buckets"])
+@triton.jit(do_not_specialize=["left", "right", "reach", "num_buckets"] + kinds.SCALARS)
 def gdpa_query_kernel(
     grad, q, k, v, dq, q_offsets, k_offsets, tile_rows, stride_gn, stride_gh, stride_qn, stride_qh, stride_kn,
     stride_kh, stride_vn, stride_vh, score_scale, out_scale, left, right,
     position_table, time_table, edges, q_times, k_times, reach, num_buckets, buckets_per_octave,
+    num_targets, contextual, prefix, near, at_end,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KINDS: tl.constexpr,
     HEAD_KINDS: tl.constexpr, FAST: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, STRUCTURED: tl.constexpr, HAS_TARGETS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     q_begin, num_queries, first, k_begin, num_keys = locate(tile_rows, q_offsets, k_offsets, tl.program_id(0), BLOCK_M)
@@ -82,13 +87,17 @@ def gdpa_query_kernel(
     q_tile = load_rows(q, stride_qn, remaining, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     grad_tile = load_rows(grad, stride_gn, remaining, BLOCK_M, VALUE_DIM, BLOCK_V, True)
     last = tl.minimum(first + BLOCK_M, num_queries) - 1
-    limits = span(first, last, left, right, launch.NO_BLOCKS, num_keys, BLOCK_N)
+    masks = (num_queries, num_keys, left, right, launch.NO_BLOCKS)
+    structure = structure_of(
+        num_targets, tile_rows, tl.program_id(0), num_queries, num_keys, contextual, prefix, near, at_end, HAS_TARGETS
+    )
+    limits = key_span(first, last, masks, structure, STRUCTURED, BLOCK_N)
     dq_tile = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for part in tl.static_range(2):
         dq_tile = _sum_over_keys(
-            dq_tile, q_tile, grad_tile, first, k, v, stride_kn, stride_vn, num_keys, limits, score_scale, left, right,
-            kind, q_time, k_times + k_begin, bias, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, KINDS, FAST,
-            WINDOWED, PRECISION, HAS_POSITION, HAS_TIME, part == 1,
+            dq_tile, q_tile, grad_tile, first, k, v, stride_kn, stride_vn, num_keys, limits, score_scale, masks,
+            structure, kind, q_time, k_times + k_begin, bias, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N,
+            KINDS, FAST, WINDOWED, PRECISION, HAS_POSITION, HAS_TIME, STRUCTURED, part == 1,
         )  # fmt: skip
     dq_tile *= score_scale * out_scale
     store_rows(dq, NUM_HEADS * HEAD_DIM, remaining, dq_tile, BLOCK_M, HEAD_DIM, BLOCK_D)
@@ -96,16 +105,17 @@ def gdpa_query_kernel(
 
 @triton.jit
 def _sum_over_queries(
-    dk, dv, k, v, first_key, q, grad, stride_qn, stride_gn, num_queries, limits, score_scale, left, right, kind,
+    dk, dv, k, v, first_key, q, grad, stride_qn, stride_gn, num_queries, limits, score_scale, masks, structure, kind,
     q_times, k_time, bias,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KINDS: tl.constexpr, FAST: tl.constexpr, WINDOWED: tl.constexpr,
-    PRECISION: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, STRUCTURED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """All tiles are transposed: rows are keys, columns queries."""
-    begin, end, cut, gap = part_of_span(limits[0], limits[1], limits[2], limits[3], MASKED)
+    begin, end, gaps = walk(limits, MASKED, STRUCTURED)
     for step in range(begin, end, BLOCK_M):
-        first = tl.where(step < cut, step, step + gap)
+        first = partner(step, gaps, STRUCTURED)
         q_tile = load_rows(q + first * stride_qn, stride_qn, num_queries - first, BLOCK_M, HEAD_DIM, BLOCK_D, MASKED)
         grad_tile = load_rows(
             grad + first * stride_gn, stride_gn, num_queries - first, BLOCK_M, VALUE_DIM, BLOCK_V, MASKED
@@ -114,10 +124,10 @@ def _sum_over_queries(
         i = (first + tl.arange(0, BLOCK_M))[None, :]
         q_time = load_times(q_times, i, num_queries, HAS_TIME)
         s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
-        s = arguments_of(s, i, j, q_time, k_time, score_scale, bias, HAS_POSITION, HAS_TIME)
+        s = arguments_of(s, i, j, q_time, k_time, score_scale, bias, structure, HAS_POSITION, HAS_TIME, STRUCTURED)
         p, slope = value_and_slope(s, kind, KINDS, FAST)
-        if MASKED and WINDOWED:
-            seen = (j - i >= -left) & (j - i <= right)
+        if MASKED and (WINDOWED or STRUCTURED):
+            seen = within(i, j, masks, structure, STRUCTURED)
             p = tl.where(seen, p, 0.0)
             slope = tl.where(seen, slope, 0.0)
         dv = tl.dot(p.to(grad_tile.dtype), grad_tile, dv, input_precision=PRECISION)
@@ -126,15 +136,16 @@ def _sum_over_queries(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["left", "right", "reach", "num_buckets"])
+@triton.jit(do_not_specialize=["left", "right", "reach", "num_buckets"] + kinds.SCALARS)
 def gdpa_key_kernel(
     grad, q, k, v, dk, dv, q_offsets, k_offsets, tile_rows, stride_gn, stride_gh, stride_qn, stride_qh, stride_kn,
     stride_kh, stride_vn, stride_vh, score_scale, out_scale, left, right,
     position_table, time_table, edges, q_times, k_times, reach, num_buckets, buckets_per_octave,
+    num_targets, contextual, prefix, near, at_end,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KINDS: tl.constexpr,
     HEAD_KINDS: tl.constexpr, FAST: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, STRUCTURED: tl.constexpr, HAS_TARGETS: tl.constexpr,
 ):  # fmt: skip
     key_head = tl.program_id(1).to(tl.int64)
     k_begin, num_keys, first, q_begin, num_queries = locate(tile_rows, k_offsets, q_offsets, tl.program_id(0), BLOCK_N)
@@ -151,7 +162,11 @@ def gdpa_key_kernel(
     k_tile = load_rows(k, stride_kn, remaining, BLOCK_N, HEAD_DIM, BLOCK_D, True)
     v_tile = load_rows(v, stride_vn, remaining, BLOCK_N, VALUE_DIM, BLOCK_V, True)
     last = tl.minimum(first + BLOCK_N, num_keys) - 1
-    limits = span(first, last, right, left, launch.NO_BLOCKS, num_queries, BLOCK_M)
+    masks = (num_queries, num_keys, left, right, launch.NO_BLOCKS)
+    structure = structure_of(
+        num_targets, tile_rows, tl.program_id(0), num_queries, num_keys, contextual, prefix, near, at_end, HAS_TARGETS
+    )
+    limits = query_span(first, last, masks, structure, STRUCTURED, BLOCK_M)
     k_time = load_times(k_times, row + tl.arange(0, BLOCK_N)[:, None], k_begin + num_keys, HAS_TIME)
     dk_tile = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv_tile = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
@@ -164,8 +179,8 @@ def gdpa_key_kernel(
             dk_tile, dv_tile = _sum_over_queries(
                 dk_tile, dv_tile, k_tile, v_tile, first, q + q_begin * stride_qn + head * stride_qh,
                 grad + q_begin * stride_gn + head * stride_gh, stride_qn, stride_gn, num_queries, limits, score_scale,
-                left, right, kind, q_times + q_begin, k_time, bias, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M,
-                BLOCK_N, KINDS, FAST, WINDOWED, PRECISION, HAS_POSITION, HAS_TIME, part == 1,
+                masks, structure, kind, q_times + q_begin, k_time, bias, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M,
+                BLOCK_N, KINDS, FAST, WINDOWED, PRECISION, HAS_POSITION, HAS_TIME, STRUCTURED, part == 1,
             )  # fmt: skip
     dk_tile *= score_scale * out_scale
     store_rows(dk, NUM_HEADS // GROUP * HEAD_DIM, remaining, dk_tile, BLOCK_N, HEAD_DIM, BLOCK_D)
@@ -184,6 +199,7 @@ def backward(
     out_scale: float,
     mask: Mask,
     bias: Bias | None = None,
+    structure: Structure | None = None,
 ) -> tuple[Tensor, ...]:
     """(dq, dk, dv), contiguous, and with a bias the gradients of its tables; arguments as in `gdpa.operator`."""
     (q_offsets, max_q), (k_offsets, max_k) = queries, keys
@@ -195,10 +211,12 @@ def backward(
         out_scale,
         *launch.limits(mask),
         *launch.bias_arguments(bias, q),
+        *kinds.arguments(structure, mask, q),
     )
-    short = 0 if bias is not None else triton_short.limit_of(q, k, v, queries, keys)
+    short = 0 if bias is not None or structure is not None else triton_short.limit_of(q, k, v, queries, keys)
     long = max(max_q, max_k) > short
-    constants = launch.constants(q, k, v, activations, mask) | launch.bias_constants(bias) | {"SHORT": short}
+    constants = launch.constants(q, k, v, activations, mask) | launch.bias_constants(bias)
+    constants |= kinds.constants(structure) | {"SHORT": short}
     if q.shape[0] and long:
         tile = launch.fit("query", q, v, bias)
         rows = tile_rows_of(q_offsets, q.shape[0], tile.m)

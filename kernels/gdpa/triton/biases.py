@@ -16,7 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention import Bias
-from kernels.attention.triton.tables import PROGRAMS, _add, _sum_diagonals
+from kernels.attention.triton import structure as kinds
+from kernels.attention.triton.structure import partner, places, structure_of, visible
+from kernels.attention.triton.tables import PROGRAMS, add_carried, add_pairs, head_tables, store_sums, table_span
 from kernels.attention.triton.tile import (
     LN2,
     LOG2E,
@@ -24,10 +26,7 @@ from kernels.attention.triton.tile import (
     load_times,
     locate,
     scaled_scores,
-    sees,
-    span,
     tile_rows_of,
-    time_bucket,
 )
 from kernels.core.triton import block_width, cdiv
 from kernels.gdpa.triton import launch
@@ -35,36 +34,39 @@ from kernels.gdpa.triton.activations import kind_of, value_and_slope
 
 
 @triton.jit
-def head_tables(
-    position_table, time_table, head, reach, num_buckets, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr
-):
-    """Where the tables of a head begin."""
-    if HAS_POSITION:
-        position_table += head * (2 * reach + 1)
-    if HAS_TIME:
-        time_table += head * num_buckets
-    return position_table, time_table
+def within(i, j, masks, structure, STRUCTURED: tl.constexpr):
+    """Whether query i sees key j if both exist: what does not is read as zeros, and so are its activations."""
+    if STRUCTURED:
+        seen = visible(i, j, masks, structure, STRUCTURED)
+    else:
+        seen = (j - i >= -masks[2]) & (j - i <= masks[3])
+    return seen
 
 
 @triton.jit
-def arguments_of(s, i, j, q_time, k_time, score_scale, bias, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr):
+def arguments_of(
+    s, i, j, q_time, k_time, score_scale, bias, structure, HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr,
+    STRUCTURED: tl.constexpr,
+):  # fmt: skip
     """What the activation is taken of: products s, scaled, and the biases, as in `scaled_scores`."""
     if HAS_POSITION or HAS_TIME:
+        i, j = places(i, j, structure, STRUCTURED)
         s = scaled_scores(s, i, j, q_time, k_time, score_scale * LOG2E, bias, HAS_POSITION, HAS_TIME) * LN2
     else:
         s = s * score_scale
     return s
 
 
-@triton.jit(do_not_specialize=["left", "right", "reach", "num_buckets", "num_tiles"])
+@triton.jit(do_not_specialize=["left", "right", "reach", "num_buckets", "num_tiles"] + kinds.SCALARS)
 def gdpa_table_kernel(
     grad, q, k, v, position_partial, time_partial, q_offsets, k_offsets, tile_rows, num_tiles, stride_gn, stride_gh,
     stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, score_scale, out_scale, left, right,
     position_table, time_table, edges, q_times, k_times, reach, num_buckets, buckets_per_octave,
+    num_targets, contextual, prefix, near, at_end,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, SIDE: tl.constexpr, BLOCK_T: tl.constexpr, KINDS: tl.constexpr,
     HEAD_KINDS: tl.constexpr, FAST: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr, SHORT: tl.constexpr,
-    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr,
+    HAS_POSITION: tl.constexpr, HAS_TIME: tl.constexpr, STRUCTURED: tl.constexpr, HAS_TARGETS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -77,17 +79,20 @@ def gdpa_table_kernel(
     if HAS_POSITION:
         own_position += (program * NUM_HEADS + head) * (2 * reach + 1)
     lane = tl.arange(0, SIDE)
-    bucket_lane = tl.arange(0, BLOCK_T)
     far_left = tl.zeros((SIDE,), tl.float32)
     far_right = tl.zeros((SIDE,), tl.float32)
+    own = tl.zeros((SIDE,), tl.float32)
     time_sums = tl.zeros((BLOCK_T,), tl.float32)
     for number in range(program, num_tiles, tl.num_programs(0)):
         q_begin, num_queries, first, k_begin, num_keys = locate(tile_rows, q_offsets, k_offsets, number, SIDE)
         i = (first + lane)[:, None]
         # A program without queries, of a row that has fewer tiles than programs, walks over no keys.
         last = tl.minimum(first + SIDE, num_queries) - 1
-        begin, _middle, _later, end = span(first, last, left, right, launch.NO_BLOCKS, num_keys, SIDE)
-        end = tl.where(first < num_queries, end, 0)
+        masks = (num_queries, num_keys, left, right, launch.NO_BLOCKS)
+        structure = structure_of(
+            num_targets, tile_rows, number, num_queries, num_keys, contextual, prefix, near, at_end, HAS_TARGETS
+        )
+        begin, end, gaps = table_span(first, last, masks, structure, STRUCTURED, SIDE)
         row = q_begin + first
         remaining = num_queries - first
         q_tile = load_rows(q + row * stride_qn + head * stride_qh, stride_qn, remaining, SIDE, HEAD_DIM, BLOCK_D, True)
@@ -96,8 +101,8 @@ def gdpa_table_kernel(
         )
         q_time = load_times(q_times, q_begin + i, q_begin + num_queries, HAS_TIME)
         carried = tl.zeros((SIDE,), tl.float32)
-        aligned = begin // SIDE * SIDE
-        for start in range(aligned, end, SIDE):
+        for step in range(begin, end, SIDE):
+            start = partner(step, gaps, STRUCTURED)
             j = (start + lane)[None, :]
             k_row = k + (k_begin + start) * stride_kn + head // GROUP * stride_kh
             v_row = v + (k_begin + start) * stride_vn + head // GROUP * stride_vh
@@ -105,36 +110,23 @@ def gdpa_table_kernel(
             v_tile = load_rows(v_row, stride_vn, num_keys - start, SIDE, VALUE_DIM, BLOCK_V, True)
             k_time = load_times(k_times, k_begin + j, k_begin + num_keys, HAS_TIME)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            s = arguments_of(s, i, j, q_time, k_time, score_scale, bias, HAS_POSITION, HAS_TIME)
+            s = arguments_of(s, i, j, q_time, k_time, score_scale, bias, structure, HAS_POSITION, HAS_TIME, STRUCTURED)
             _, slope = value_and_slope(s, kind, KINDS, FAST)
             ds = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION) * slope
-            seen = sees(i, j, (num_queries, num_keys, left, right, launch.NO_BLOCKS))
+            seen = visible(i, j, masks, structure, STRUCTURED)
             ds = tl.where(seen, ds, 0.0)
-            if HAS_POSITION:
-                far_left += tl.sum(tl.where((j - i <= -reach) | (reach == 0), ds, 0.0), 0)
-                # A table of one column has one end, not two.
-                far_right += tl.sum(tl.where((j - i >= reach) & (reach > 0), ds, 0.0), 0)
-                upper, lower = _sum_diagonals(ds, SIDE)
-                _add(own_position, start - first - SIDE + lane, carried + lower, reach)
-                carried = upper
-            if HAS_TIME:
-                bucket = time_bucket(q_time, k_time, edges, num_buckets, buckets_per_octave)
-                lowest = tl.min(tl.min(tl.where(seen, bucket, num_buckets), 1), 0)
-                highest = tl.max(tl.max(tl.where(seen, bucket, -1), 1), 0)
-                for b in range(lowest, highest + 1):
-                    total = tl.sum(tl.sum(tl.where(bucket == b, ds, 0.0), 1), 0)
-                    time_sums += tl.where(bucket_lane == b, total, 0.0)
-        if HAS_POSITION:
-            reached = aligned + tl.cdiv(tl.maximum(end - aligned, 0), SIDE) * SIDE
-            _add(own_position, reached - first - SIDE + lane, carried, reach)
-    if HAS_POSITION:
-        tl.debug_barrier()
-        tl.store(own_position, tl.sum(far_left, 0))
-        if reach > 0:
-            tl.store(own_position + 2 * reach, tl.sum(far_right, 0))
+            far_left, far_right, own, carried, time_sums = add_pairs(
+                far_left, far_right, own, carried, time_sums, ds, seen, i, j, first, start, q_time, k_time,
+                own_position, bias, structure, SIDE, BLOCK_T, HAS_POSITION, HAS_TIME, STRUCTURED, HAS_TARGETS,
+            )  # fmt: skip
+        add_carried(carried, first, begin, end, own_position, reach, SIDE, HAS_POSITION, STRUCTURED)
+    own_time = time_partial
     if HAS_TIME:
-        own_time = time_partial + (program * NUM_HEADS + head) * num_buckets
-        tl.store(own_time + bucket_lane, time_sums, mask=bucket_lane < num_buckets)
+        own_time += (program * NUM_HEADS + head) * num_buckets
+    store_sums(
+        far_left, far_right, own, time_sums, own_position, own_time, reach, num_buckets, BLOCK_T, HAS_POSITION,
+        HAS_TIME, HAS_TARGETS,
+    )  # fmt: skip
 
 
 def table_gradients(

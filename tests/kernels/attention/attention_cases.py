@@ -21,6 +21,57 @@ EXACT_GRADIENTS = Tolerance(
 )
 
 
+# Of `jagged_attention` and `gdpa`; `targets` asks for numbers of targets, which `with_targets` makes.
+STRUCTURES: dict[str, dict[str, Any]] = {
+    "targets": {"targets": True, "window": (None, 0)},
+    "targets, window": {"targets": True, "window": (3, 1), "target_window": 2},
+    "contextual": {"contextual": 2, "window": (None, 0)},
+    "prefix": {"prefix": 3, "window": (2, 0)},
+    "end": {"align": "end", "window": (None, 0)},
+    "all": {"targets": True, "contextual": 1, "prefix": 2, "window": (2, 0), "align": "end"},
+    "all, window": {"targets": True, "contextual": 2, "prefix": 5, "window": (1, 2), "target_window": 1},
+}
+
+
+def with_targets(call: dict[str, Any], k_offsets: Tensor) -> dict[str, Any]:
+    """The arguments of a case of STRUCTURES: rows without targets, of nothing else, and between."""
+    if not call.get("targets"):
+        return call
+    lengths = k_offsets.diff()
+    numbers = lengths * (torch.arange(len(lengths), device=lengths.device) % 4) // 3
+    return {key: x for key, x in call.items() if key != "targets"} | {"num_targets": numbers.long()}
+
+
+def sees(
+    i: int,
+    j: int,
+    num_queries: int,
+    num_keys: int,
+    *,
+    causal: bool = False,
+    window: int | tuple[int | None, int | None] | None = None,
+    block_size: int | None = None,
+    targets: int | None = None,
+    contextual: int = 0,
+    prefix: int = 0,
+    target_window: int | None = None,
+    align: str = "start",
+) -> tuple[bool, int, int]:
+    """Whether query i sees key j of its row, and where both stand for a bias."""
+    left, right = window if isinstance(window, tuple) else (window, window)
+    history = num_keys - (targets or 0)
+    place = i + num_keys - num_queries if align == "end" else i
+    if targets is not None and place >= history:
+        near = target_window is None or j >= history - target_window or j < max(prefix, contextual)
+        return j == place or (j < history and near), history, min(j, history)
+    if 0 <= place < min(contextual, history):
+        return j < history, place, j
+    seen = j < history and (not causal or j <= place)
+    seen = seen and (left in (None, -1) or j >= place - left or j < max(prefix, contextual))
+    seen = seen and (right in (None, -1) or j <= place + right)
+    return seen and (block_size is None or place // block_size == j // block_size), place, j
+
+
 def outputs(keys: int) -> Tolerance:
     return Tolerance(f"probabilities and result are rounded; sums over {keys} keys", roundings=2, reduction=keys)
 
@@ -85,30 +136,24 @@ def oracle(
     q_offsets: Tensor,
     k_offsets: Tensor,
     scale: float | None = None,
-    causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
-    block_size: int | None = None,
+    num_targets: Tensor | None = None,
     position_bias: Tensor | None = None,
     time_bias: Tensor | None = None,
     q_times: Tensor | None = None,
     k_times: Tensor | None = None,
     width: float = 0.301,
+    **masks: Any,
 ) -> Tensor:
     """One query and one head at a time, over an explicit list of the keys it sees."""
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    left, right = window if isinstance(window, tuple) else (window, window)
     out = []
     for row in range(len(q_offsets) - 1):
         q_first, k_first = int(q_offsets[row]), int(k_offsets[row])
-        for i in range(int(q_offsets[row + 1]) - q_first):
-            seen = [
-                j
-                for j in range(int(k_offsets[row + 1]) - k_first)
-                if (not causal or j <= i)
-                and (left is None or j >= i - left)
-                and (right is None or j <= i + right)
-                and (block_size is None or i // block_size == j // block_size)
-            ]
+        counts = int(q_offsets[row + 1]) - q_first, int(k_offsets[row + 1]) - k_first
+        own = masks if num_targets is None else masks | {"targets": int(num_targets[row])}
+        for i in range(counts[0]):
+            met = [sees(i, j, *counts, **own) for j in range(counts[1])]
+            seen = [j for j, (shown, *_) in enumerate(met) if shown]
             where = [k_first + j for j in seen]
             heads = []
             for head, query in enumerate(q[q_first + i]):
@@ -116,7 +161,10 @@ def oracle(
                 scores = k[where, shared] @ query * scale
                 if position_bias is not None:
                     reach = position_bias.shape[1] // 2
-                    scores = scores + position_bias[head, [min(max(j - i, -reach), reach) + reach for j in seen]]
+                    scores = (
+                        scores
+                        + position_bias[head, [min(max(met[j][2] - met[j][1], -reach), reach) + reach for j in seen]]
+                    )
                 if time_bias is not None:
                     assert q_times is not None
                     assert k_times is not None

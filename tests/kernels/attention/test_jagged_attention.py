@@ -18,8 +18,18 @@ from kernels.attention.operator import attention_operator
 from kernels.core import dispatch
 from kernels.core.mask import NO_MASK, Mask, checked_mask
 from kernels.core.rows import Rows, place_in_row
+from kernels.gdpa import gdpa
 from kernels.testing import check_gradients, poisoned_empty
-from tests.kernels.attention.attention_cases import EXACT, EXACT_GRADIENTS, gradients, inputs_of, oracle, outputs
+from tests.kernels.attention.attention_cases import (
+    EXACT,
+    EXACT_GRADIENTS,
+    STRUCTURES,
+    gradients,
+    inputs_of,
+    oracle,
+    outputs,
+    with_targets,
+)
 from tests.kernels.jagged.jagged_problems import offsets_of
 
 
@@ -64,6 +74,48 @@ def test_reference(
         EXACT,
         EXACT_GRADIENTS,
     )
+
+
+LENGTHS = [([5, 0, 3, 7, 1], [5, 0, 3, 7, 1]), ([2, 4, 0, 9, 1], [5, 2, 3, 7, 0])]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_rows_of_several_kinds_of_tokens(name: str, lengths: tuple[list[int], list[int]]) -> None:
+    offsets = {"q_offsets": offsets_of(lengths[0]), "k_offsets": offsets_of(lengths[1])}
+    call = offsets | with_targets(STRUCTURES[name], offsets["k_offsets"])
+    for reach in (None, 2):
+        check_gradients(
+            partial(jagged_attention, max_q=9, max_k=9, **call),
+            partial(oracle, **call),
+            inputs_of(**offsets, heads=(2, 1), widths=(3, 2), reach=reach),
+            EXACT,
+            EXACT_GRADIENTS,
+        )
+
+
+def test_arguments_of_structure_are_checked() -> None:
+    x, offsets, targets = torch.zeros(5, 1, 4), torch.tensor([0, 2, 5]), torch.tensor([1, 3])
+    for attend in (jagged_attention, partial(gdpa, score_scale=1.0)):
+        call = partial(attend, x, x, x, offsets, offsets, max_q=3, max_k=3)
+        for arguments, message in (
+            ({"align": "right"}, "align='right' must be 'start' or 'end'"),
+            ({"prefix": -1}, "prefix=-1 must be a number of a row's first tokens"),
+            ({"contextual": -2}, "contextual=-2 must be"),
+            ({"target_window": 3}, "target_window=3 must be at least 0 or None, and needs num_targets"),
+            ({"num_targets": targets[:1]}, r"num_targets must be \[2\] int32 or int64"),
+            ({"num_targets": targets.float()}, "got \\(2,\\) torch.float32"),
+            ({"num_targets": targets + 1}, "num_targets must be from 0 to the number of keys"),
+            ({"num_targets": -targets}, "num_targets must be from 0 to the number of keys"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call(**arguments)
+        nothing = call(contextual=0, prefix=2, align="end")
+        assert torch.equal(nothing, call())
+    with pytest.raises(ValueError, match="block_size is not served with num_targets"):
+        jagged_attention(x, x, x, offsets, offsets, max_q=3, max_k=3, block_size=2, num_targets=targets)
+    with pytest.raises(ValueError, match="kv_index with targets"):
+        gdpa(x, x, x, offsets, offsets, max_q=5, max_k=3, score_scale=1.0, kv_index=torch.tensor([0, 1]), contextual=1)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -196,8 +248,12 @@ def test_who_serves() -> None:
         {"biased": True},
         {"positive_scale": False},
         {"few_queries": True},
+        {"structured": True},
     ):
         assert "chosen" not in dispatch.explain("jagged_attention", "hopper", **hopper | change)
+    for backend in ("decode", "hopper", "torch", "padded"):
+        refusal = dispatch.explain("jagged_attention", backend, **hopper | {"structured": True, "query_rows": 8})
+        assert "has no targets" in refusal or "has neither masks" in refusal
     # Scores masked before they are scaled are NaN for a scale that is not positive.
     assert dispatch.selection("jagged_attention", **hopper | {"positive_scale": False})[0] == "triton"
 
@@ -213,9 +269,8 @@ def test_operator_is_registered_soundly(tables: bool, features: bool) -> None:
     bias = [leaves.get(key) for key in ("position_bias", "time_bias", "q_times", "k_times")]
     operator = getattr(torch.ops.gemsmith, f"jagged_attention_{name}").default
     values, sizes = [leaves[key] for key in "qkv"], (3, 3, 0.5, False, -1, -1)
-    arguments = (
-        (*values, offsets, offsets, *bias, 0.301, *sizes, None) if features else (*values, offsets, offsets, *sizes)
-    )
+    given = (*bias, None, 0.301, 0, 0, -1, False, *sizes, None) if features else sizes
+    arguments = *values, offsets, offsets, *given
     torch.library.opcheck(operator, arguments)
     expected = jagged_attention(**leaves, q_offsets=offsets, k_offsets=offsets, max_q=3, max_k=3, scale=0.5)
     wrapped = {"bias": Bias(*bias)} if tables else {}
@@ -228,7 +283,7 @@ def test_operator_is_registered_soundly(tables: bool, features: bool) -> None:
     )
 
 
-def _scores(q: Tensor, k: Tensor, q_offsets: Tensor, scale: float, bias: Bias | None) -> tuple[Tensor, ...]:
+def _scores(q: Tensor, k: Tensor, q_offsets: Tensor, scale: float, bias: Bias | None = None) -> tuple[Tensor, ...]:
     """Scores [H, Nq, Nk] of one key head and the table columns that they read; only for equal offsets."""
     row, place = place_in_row(q_offsets, len(q))
     scores = torch.einsum("ihd,jd->hij", q, k[:, 0]) * scale
@@ -242,9 +297,9 @@ def _scores(q: Tensor, k: Tensor, q_offsets: Tensor, scale: float, bias: Bias | 
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, queries: Rows, keys: Rows, scale: float, mask: Mask, bias: Bias | None = None
+    q: Tensor, k: Tensor, v: Tensor, queries: Rows, keys: Rows, scale: float, mask: Mask, *features: Any
 ) -> tuple[Tensor, Tensor]:
-    scores, *_ = _scores(q, k, queries.offsets, scale, bias)
+    scores, *_ = _scores(q, k, queries.offsets, scale, *features[:1])
     out = torch.einsum("hij,jd->ihd", scores.softmax(-1), v[:, 0])
     return out.contiguous(), scores.logsumexp(-1).float()
 
@@ -261,6 +316,7 @@ def _backward(
     scale: float,
     mask: Mask,
     bias: Bias | None = None,
+    structure: object = None,
 ) -> tuple[Tensor, ...]:
     scores, *index = _scores(q, k, queries.offsets, scale, bias)
     p = scores.softmax(-1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.testing import Tolerance
+from tests.kernels.attention.attention_cases import sees
 
 # float64 against float64: only the order of additions differs.
 EXACT = Tolerance("same arithmetic in another order", roundings=4, reduction=64, accumulate=torch.float64)
@@ -101,20 +103,18 @@ def oracle(
     activation: str | Sequence[str] = "gelu",
     score_scale: float,
     out_scale: float = 1.0,
-    window: tuple[int, int] = (-1, -1),
+    num_targets: Tensor | None = None,
+    **masks: Any,
 ) -> Tensor:
     """One query and one head at a time, over an explicit list of the keys it sees."""
     names = [activation] * q.shape[1] if isinstance(activation, str) else list(activation)
-    left, right = window
     out = []
     for row in range(len(q_offsets) - 1):
         q_first, k_first = int(q_offsets[row]), int(k_offsets[row])
-        for i in range(int(q_offsets[row + 1]) - q_first):
-            where = [
-                k_first + j
-                for j in range(int(k_offsets[row + 1]) - k_first)
-                if (left < 0 or j >= i - left) and (right < 0 or j <= i + right)
-            ]
+        counts = int(q_offsets[row + 1]) - q_first, int(k_offsets[row + 1]) - k_first
+        own = masks if num_targets is None else masks | {"targets": int(num_targets[row])}
+        for i in range(counts[0]):
+            where = [k_first + j for j in range(counts[1]) if sees(i, j, *counts, **own)[0]]
             heads = []
             for head, query in enumerate(q[q_first + i]):
                 shared = head * k.shape[1] // q.shape[1]

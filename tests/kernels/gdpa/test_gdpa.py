@@ -21,6 +21,8 @@ from kernels.core.rows import Rows, place_in_row
 from kernels.gdpa import ACTIVATIONS, gdpa, padded, reference
 from kernels.gdpa.operator import gdpa_operator
 from kernels.testing import check_gradients, poisoned_empty
+from tests.kernels.attention.attention_cases import STRUCTURES, with_targets
+from tests.kernels.attention.test_jagged_attention import LENGTHS
 from tests.kernels.gdpa.gdpa_cases import DEFINITIONS, EXACT, EXACT_POLYNOMIAL, gradients, inputs_of, oracle, outputs
 from tests.kernels.jagged.jagged_problems import offsets_of
 from tools import gelu_plot
@@ -90,6 +92,15 @@ def test_reference(
         inputs_of(q_offsets, k_offsets, heads, (3, 2)),
         EXACT_POLYNOMIAL if "gelu_poly" in arguments["activation"] else EXACT,
     )
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_rows_of_several_kinds_of_tokens(name: str) -> None:
+    for lengths in LENGTHS:
+        offsets = {"q_offsets": offsets_of(lengths[0]), "k_offsets": offsets_of(lengths[1])}
+        call: dict[str, Any] = offsets | with_targets(STRUCTURES[name], offsets["k_offsets"]) | {"score_scale": 0.7}
+        inputs = inputs_of(**offsets, heads=(2, 1), widths=(3, 2))
+        check_gradients(partial(gdpa, max_q=9, max_k=9, **call), partial(oracle, **call), inputs, EXACT)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -306,6 +317,9 @@ def test_who_serves() -> None:
         ({"device": "cpu", "capability": None}, "needs a CUDA device"),
     ):
         assert reason in explain(**facts | change)
+    for backend in ("hopper", "padded"):
+        assert "has no targets" in dispatch.explain("gdpa", backend, **facts, structured=True)
+    assert dispatch.selection("gdpa", **facts, structured=True)[0] == "triton"
 
 
 def _plain_backward(

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.attention import Bias
+from kernels.attention import Bias, Structure
 from kernels.core.mask import Mask
 from kernels.gdpa import ACTIVATIONS, gdpa
 from kernels.testing import Compiled, check_gradients, compile_ahead, poisoned_empty
+from tests.kernels.attention.attention_cases import STRUCTURES, with_targets
 from tests.kernels.core.devices import FROM_REGISTERS, PRODUCTS, SHARED_LIMITS, on_chips
 from tests.kernels.gdpa.gdpa_cases import gradients, inputs_of, outputs, table_gradients
 from tests.kernels.jagged.jagged_problems import offsets_of
@@ -39,6 +40,9 @@ CASES: dict[str, dict[str, Any]] = {name: {"activation": name} for name in ACTIV
     "time": {"biases": (None, 9), "activation": MIXED},
     "position and time": {"biases": (200, 20), "activation": MIXED, "window": (50, 0)},
 }
+SILU = {"activation": "silu"}
+CASES |= {f"structure: {name}": case | SILU for name, case in STRUCTURES.items()}
+CASES["structure: biases"] = STRUCTURES["all, window"] | SILU | {"biases": (20, 9)}
 
 
 def biases_of(reach: int | None, buckets: int, heads: int, totals: tuple[int, int], device: str) -> dict[str, Tensor]:
@@ -60,7 +64,7 @@ def check(name: str, heads: tuple[int, int], widths: tuple[int, int], dtype: tor
     biases = call.pop("biases", (None, 0))
     if not isinstance(call.get("activation", ""), str):
         call["activation"] = call["activation"][: heads[0]]
-    call |= {
+    call = with_targets(call, offsets_of(LENGTHS[1]).to(device)) | {
         "q_offsets": offsets_of(LENGTHS[0]).to(device),
         "k_offsets": offsets_of(LENGTHS[1], torch.int32).to(device),
     }
@@ -87,6 +91,11 @@ def check(name: str, heads: tuple[int, int], widths: tuple[int, int], dtype: tor
             )
 
 
+def is_interpreted(name: str) -> bool:
+    """Of structures those with most of everything."""
+    return "structure" not in name or "all" in name or "biases" in name
+
+
 INTERPRETED = """
 import torch
 from kernels.core import dispatch
@@ -102,7 +111,7 @@ from tests.kernels.gdpa import test_gdpa_triton as cases
 triton_launch._TILES = dict.fromkeys(triton_launch._TILES, (16, 32, 4, 1))
 dispatch._registry["gdpa"] = serving("gdpa", "triton")
 cases.LENGTHS = [0, 35, 1, 32], [3, 70, 0, 64]
-for name in cases.CASES:
+for name in filter(cases.is_interpreted, cases.CASES):
     cases.check(name, (4, 2) if "mixed" in name or "time" in name else (1, 1), (16, 16), torch.float32, "cpu")
 cases.check("window", (2, 1), (24, 40), torch.float32, "cpu")
 empty = Rows(torch.tensor([0]), 0)
@@ -137,8 +146,10 @@ def compiled(
     window: tuple[int, int],
     itemsize: int = 2,
     biased: bool = False,
+    structured: bool = False,
 ) -> Compiled:
     from kernels.attention.triton import launch as attention_launch
+    from kernels.attention.triton.structure import constants
     from kernels.gdpa.triton import backward, biases, forward, launch
 
     function = {
@@ -157,6 +168,7 @@ def compiled(
         tile.pop("BLOCK_N")
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
     bias = Bias(example, example) if biased else None
+    structure = Structure(example, prefix=1) if structured else None
     pointers = {
         "tile_rows": "*i32",
         "q_offsets": "*i64",
@@ -166,6 +178,7 @@ def compiled(
         "edges": "*i32",
         "q_times": "*i64",
         "k_times": "*i64",
+        "num_targets": "*i32",
         "buckets_per_octave": "fp32",
     }
     pointers |= dict.fromkeys(("position_table", "time_table", "position_partial", "time_partial"), "*fp32")
@@ -176,6 +189,7 @@ def compiled(
         signature,
         launch.constants(example, example, example, names, Mask(False, *window))
         | launch.bias_constants(bias)
+        | constants(structure)
         | tile
         | {"SHORT": 64},
         target=target,
@@ -215,10 +229,12 @@ def test_other_widths_compile(width: int, target: str, itemsize: int) -> None:
         assert result.spill_bytes <= 256 or width == 256
 
 
+@pytest.mark.parametrize("structured", [False, True])
 @pytest.mark.parametrize("kernel", ["forward", "query", "key", "table"])
-def test_compiles_with_biases(kernel: str) -> None:
-    for width, itemsize in ((64, 2), (256, 2), (64, 4)):
-        result = compiled(kernel, ("silu",) * 4, width, "sm_90", (-1, 0), itemsize, biased=True)
+def test_compiles_with_features(kernel: str, structured: bool) -> None:
+    biased = not structured or kernel == "table"
+    for width, itemsize in ((64, 2),) if structured else ((64, 2), (256, 2), (64, 4)):
+        result = compiled(kernel, ("silu",) * 4, width, "sm_90", (-1, 0), itemsize, biased, structured)
         assert result.shared_bytes <= SHARED_LIMITS["sm_90"]
         assert result.spill_bytes <= 256 or width == 256
 
@@ -340,5 +356,7 @@ def test_opcheck(window: tuple[int, int]) -> None:
     leaves = [x.requires_grad_() for x in inputs_of(offsets, offsets, (2, 1), (32, 32), torch.bfloat16).values()]
     operator = torch.ops.gemsmith.gdpa_triton.default
     table = torch.randn(2, 9, device="cuda", requires_grad=True)
-    for biases in ((None, None, None, None, 0.3), (table, None, None, None, 0.3)):
-        torch.library.opcheck(operator, (*leaves, offsets, offsets, *biases, 70, 70, [0, 3], 0.3, 1.0, *window))
+    targets = torch.tensor([1, 0, 9], device="cuda", dtype=torch.int32)
+    for features in ((None, None, None, None, None), (table, None, None, None, targets)):
+        features = *features, 0.3, 2, 0, -1, True
+        torch.library.opcheck(operator, (*leaves, offsets, offsets, *features, 70, 70, [0, 3], 0.3, 1.0, *window))

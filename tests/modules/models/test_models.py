@@ -39,6 +39,7 @@ from modules.models.interformer.arches import WukongStackConfig
 from modules.models.kunlun import EventConfig, Kunlun
 from modules.models.onetrans import OneTransConfig
 from modules.models.token_mixing import TokenMixingConfig
+from modules.models.ultra_hstu import UltraHSTUConfig
 from modules.models.wukong import Wukong
 from modules.moe import MoE
 from modules.norms import rms_norm, row_norm
@@ -78,6 +79,7 @@ KUNLUN: dict[str, Any] = {
     "window": 3,
 }
 TOKEN_MIXING: dict[str, Any] = {"dim": 8, "token_dim": 16, "expansion": 2.0, "head_hidden": [16], "head_dim": 4}
+ULTRA: dict[str, Any] = {"dim": 8, "token_dim": 8, "num_heads": 2, "head_hidden": [16]}
 ONETRANS: dict[str, Any] = {"dim": 8, "token_dim": 16, "num_heads": 2, "num_tokens": 3, "head_hidden": [16]}
 TOKEN_MIXERS: dict[str, dict[str, Any]] = {
     "add": {"mixing": "add", "norm": "post", "feed_forward": "gelu", "sequences": "target"},
@@ -143,6 +145,14 @@ VARIANTS: dict[str, Any] = {
     ),
     "kunlun-events": Kunlun.Config(
         **KUNLUN, events={"event1": EventConfig(dim=16, num_tokens=2, num_layers=2)}, num_layers=3, pffn="linear"
+    ),
+    "ultra-hstu": UltraHSTUConfig(**ULTRA, num_layers=2, window=2, prefix=2),
+    "ultra-hstu-layers": UltraHSTUConfig(
+        **ULTRA,
+        request_tokens=2,
+        time_buckets=5,
+        divide_by="length",
+        layers=[{"window": 1}, {"newest": 3}, {"newest": 1}],
     ),
     **{f"mixing-{name}": TokenMixingConfig(**TOKEN_MIXING, **each) for name, each in TOKEN_MIXERS.items()},
     "onetrans": OneTransConfig(**ONETRANS, last_events=0, num_layers=2),
@@ -323,9 +333,10 @@ PADS = (
     "kunlun",
     "gem",
     "onetrans",
+    "ultra-hstu",
     *(f"mixing-{name}" for name in ("add", "queries", "newest", "heads", "attention", "all")),
 )
-"""Whose attention the reference gives a key more than there are."""
+"""Whose attention the reference gives a key more than there are, or pairs that a mask hides."""
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if not name.startswith(PADS)])
@@ -376,7 +387,7 @@ def test_flops_of_a_batch_follow_from_those_of_small_ones(variant):
     totals = [2 * length for length in lengths]  # two event types
     predicted = count_flops(model.arch, spec, 8)(6, 6, sum(totals), sum(total**2 for total in totals))
     # Windows, and layers of the newest events only, are neither linear nor quadratic in length.
-    near = {"kunlun": 0.05, "gem": 0.05, "mixing-newest": 0.1, "onetrans-": 0.1}
+    near = {"kunlun": 0.05, "gem": 0.05, "mixing-newest": 0.1, "onetrans-": 0.1, "ultra-hstu": 0.1}
     tolerance = next((value for name, value in near.items() if variant.startswith(name)), 1e-9)
     assert predicted == pytest.approx(counted, rel=tolerance)
 

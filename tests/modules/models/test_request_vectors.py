@@ -20,6 +20,7 @@ from modules.models.onetrans import OneTransConfig
 from modules.models.ranking import RequestVectors
 from modules.models.retrieval import RetrievalModel
 from modules.models.token_mixing import TokenMixingConfig
+from modules.models.ultra_hstu import UltraHSTUConfig
 from modules.models.wukong import Wukong
 from tests.modules.factories import random_batch, random_spec, vendor_spec
 
@@ -42,6 +43,7 @@ WIDTHS: list[tuple[ModelConfig, int]] = [
     (TokenMixingConfig(dim=8, token_dim=16, one_way=False), (2 + 4) * 8),
     (OneTransConfig(dim=8, token_dim=16, num_layers=2, last_events=3, length_multiple=2), 16),
     (OneTransConfig(dim=8, token_dim=16, request_tokens=2), 16),
+    (UltraHSTUConfig(dim=8, token_dim=16, request_tokens=2, layers=[{}, {"newest": 3}]), 2 * 16),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -157,17 +158,32 @@ def round_batch(seed: int) -> RequestBatch:
     return dataclasses.replace(made, labels=torch.tensor([1.0] * 8 + [torch.nan] * 8)[:, None])
 
 
-def test_hstu_layer_is_the_published_equation_in_float64() -> None:
+RESEARCH = {"scale": 1.0, "epsilon": 1e-6}
+STATED = {
+    "ours": {},
+    "production": {"epsilon": 1e-6},
+    "research": RESEARCH,
+    "length": RESEARCH | {"divide_by": "length"},
+}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_hstu_layer_is_the_published_equation_in_float64(name: str) -> None:
+    """Rows of few of 200 events, where an epsilon counts."""
     torch.manual_seed(0)
-    layer = HSTULayer(4, 2, max_length=3, dropout=0.0, time_buckets=3).double()
+    layer = HSTULayer(4, 2, max_length=200, dropout=0.0, time_buckets=3, **STATED[name]).double()
     for table in (layer.position_bias, layer.time_bias):
         assert table is not None
         torch.nn.init.normal_(table)
     x, times = torch.randn(5, 4, dtype=torch.float64), torch.tensor([3, 4, 9, 1, 500])
     following = torch.tensor([4, 9, 12, 500, 900])
+    parts = slice(0, 3), slice(3, 5)
+    rows = [plain_layer(layer, name, x[part], times[part], following[part]) for part in parts]
     out = layer(x, torch.tensor([0, 3, 5]), times, following)
-    rows = [plain_layer(layer, x[part], times[part], following[part]) for part in (slice(0, 3), slice(3, 5))]
-    torch.testing.assert_close(out, torch.cat(rows))
+    torch.testing.assert_close(out, torch.cat(rows), rtol=0, atol=1e-6)
+    other = HSTULayer(4, 2, max_length=200, dropout=0.0, time_buckets=3, epsilon=3e-6).double()
+    other.load_state_dict(layer.state_dict())
+    assert (other(x, torch.tensor([0, 3, 5]), times, following) - out).abs().max() > 1e-4
 
 
 def test_a_place_knows_when_what_it_predicts_happens() -> None:
@@ -179,11 +195,12 @@ def test_a_place_knows_when_what_it_predicts_happens() -> None:
         assert sequences.next_times[first:end].tolist() == [*sequences.times[first + 1 : end].tolist(), 0]
 
 
-def plain_layer(layer: HSTULayer, x: Tensor, times: Tensor, following: Tensor) -> Tensor:
-    """One row, in loops over heads and places."""
+def plain_layer(layer: HSTULayer, name: str, x: Tensor, times: Tensor, following: Tensor) -> Tensor:
+    """One row, in loops over heads and places, with the constants of STATED."""
+    epsilon, scale = 1e-5 if name == "ours" else 1e-6, 1.0 if name in ("research", "length") else 2**-0.5
     assert layer.position_bias is not None
     assert layer.time_bias is not None
-    norm = torch.nn.functional.layer_norm
+    norm = partial(torch.nn.functional.layer_norm, eps=epsilon)
     gate, value, query, key = torch.nn.functional.silu(layer.project(norm(x, x.shape[1:]))).chunk(4, 1)
     out = torch.zeros_like(x)
     for head in range(2):
@@ -192,9 +209,9 @@ def plain_layer(layer: HSTULayer, x: Tensor, times: Tensor, following: Tensor) -
             for j in range(i + 1):
                 gap = max(abs(int(following[i] - times[j])), 1)
                 bucket = min(int(torch.tensor(gap, dtype=torch.float64).log() / 0.301), 2)
-                score = query[i, part] @ key[j, part] * 2**-0.5
-                score = score + layer.position_bias[head, j - i + 2] + layer.time_bias[head, bucket]
-                out[i, part] += torch.nn.functional.silu(score) / 3 * value[j, part]
+                score = query[i, part] @ key[j, part] * scale
+                score = score + layer.position_bias[head, j - i + 199] + layer.time_bias[head, bucket]
+                out[i, part] += torch.nn.functional.silu(score) / (len(x) if name == "length" else 200) * value[j, part]
     return x + layer.output(norm(out, out.shape[1:]) * gate)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from kernels.core import dispatch
 from kernels.jagged import jagged_dense_bmm, jagged_jagged_bmm, jagged_softmax, jagged_to_padded, padded_to_jagged
 from modules.batch import EventType, FeatureSpec
 from modules.broadcast import CandidateRows
@@ -64,7 +65,8 @@ def _weighted(events: JaggedSequence, targets: Tensor, max_length: int) -> Tenso
     starts = torch.arange(fields, device=events.offsets.device)[:, None] * total + events.offsets[:-1]
     offsets = torch.cat([starts.flatten(), events.offsets[-1:] + (fields - 1) * total])
     columns = targets.permute(2, 0, 3, 1).flatten(0, 1)  # [fields * R, d, M]
-    weights = jagged_softmax(jagged_dense_bmm(row_norm(values), offsets, columns, max_length), offsets)
+    keys = row_norm(values, dispatch.autocast_dtype(values))
+    weights = jagged_softmax(jagged_dense_bmm(keys, offsets, columns, max_length), offsets)
     pooled = jagged_jagged_bmm(values, weights, offsets, max_length)
     return pooled.unflatten(0, (fields, num_rows)).permute(1, 3, 0, 2)
 

@@ -172,8 +172,13 @@ class CrossNet(nn.Module):
         return crossed
 
 
+ENSEMBLES = ("dhen", "dot", "dcnv2")
+
+
 class DHENLayer(nn.Module):
     """One layer of DHEN (arXiv 2203.11014), Y = Norm(DOT(X) + DCN(X) + X): [C, n, d] -> [C, n, d].
+
+    `ensemble` "dot" or "dcnv2" leaves out the other one of the two.
 
     Chosen here: the ensemble is a sum; inner products go through an MLP with `hidden` layers to n x d; DCN is one
     cross layer; the norm is over the width of each token. Its place after the sum is DHEN's own.
@@ -193,20 +198,26 @@ class DHENLayer(nn.Module):
         dropout: float,
         num_request: int = 0,
         max_candidates: int = 1,
+        ensemble: str = "dhen",
     ) -> None:
         super().__init__()
+        if ensemble not in ENSEMBLES:
+            raise ValueError(f"ensemble must be one of {', '.join(ENSEMBLES)}, got {ensemble!r}")
         num_tokens = num_candidate + num_request
-        # Tokens come normalised, so this keeps inner products at unit variance whatever the width.
-        self.dot = DotInteraction(num_candidate, scale=dim**-0.5)
-        self.shared_dot = DotInteraction(num_request, scale=dim**-0.5) if num_request else None
-        num_request_pairs = self.shared_dot.num_pairs if self.shared_dot is not None else 0
-        num_pairs = self.dot.num_pairs + num_candidate * num_request
         widths = [*hidden, num_tokens * dim]
-        self.dot_hidden = SharedLinear(num_pairs, num_request_pairs, widths[0])
-        layers = [nn.SiLU(), nn.Dropout(dropout), MLP(hidden[0], hidden[1:], widths[-1], dropout)] if hidden else []
-        self.dot_output = nn.Sequential(*layers)
-        self.down = SharedLinear(num_candidate * dim, num_request * dim, rank, bias=False)
-        self.up = nn.Linear(rank, num_tokens * dim)
+        self.dots, self.crosses = ensemble != "dcnv2", ensemble != "dot"
+        if self.dots:
+            # Tokens come normalised, so this keeps inner products at unit variance whatever the width.
+            self.dot = DotInteraction(num_candidate, scale=dim**-0.5)
+            self.shared_dot = DotInteraction(num_request, scale=dim**-0.5) if num_request else None
+            num_request_pairs = self.shared_dot.num_pairs if self.shared_dot is not None else 0
+            num_pairs = self.dot.num_pairs + num_candidate * num_request
+            self.dot_hidden = SharedLinear(num_pairs, num_request_pairs, widths[0])
+            layers = [nn.SiLU(), nn.Dropout(dropout), MLP(hidden[0], hidden[1:], widths[-1], dropout)] if hidden else []
+            self.dot_output = nn.Sequential(*layers)
+        if self.crosses:
+            self.down = SharedLinear(num_candidate * dim, num_request * dim, rank, bias=False)
+            self.up = nn.Linear(rank, num_tokens * dim)
         self.num_request = num_request
         self.max_candidates = max_candidates
         self.dim = dim
@@ -216,19 +227,31 @@ class DHENLayer(nn.Module):
         given = request_part(self.num_request, request, rows, "tokens")
         # Each in three products; in the last sum as it came.
         paired, crossing, weighed = narrowed(candidate, 3)
-        pairs, request_pairs, request_weighed = self.dot(paired), None, None
-        if self.shared_dot is not None and given is not None:
-            request, rows = given
-            request_paired, request_crossing, request_weighed = narrowed(request, 3)
-            pairs = torch.cat([pairs, self.dot.across(crossing, request_crossing, rows, self.max_candidates)], dim=1)
-            request_pairs = self.shared_dot(request_paired)
-            request_weighed = request_weighed.flatten(1)
-        # A lone token of a request has no pairs with itself.
-        dot = self.dot_output(self.dot_hidden(pairs, request_pairs if self.dot_hidden.shared else None, rows))
-        crossed = self.up(self.down(weighed.flatten(1), request_weighed, rows))
-        # DCN(X) + X is X * (U V X + b) + X + X: crossed is U V X + b, the other two terms are 2 X.
+        request_parts = None if given is None else narrowed(given[0], 3)
+        dot = self._dot(paired, crossing, request_parts, rows) if self.dots else None
         split = self.num_request * self.dim
-        mixed = candidate.flatten(1) * (crossed[:, split:] + 2)
-        if request is not None and rows is not None:
-            mixed = torch.cat([rows.multiply(crossed[:, :split] + 2, request.flatten(1)), mixed], dim=1)
-        return rms_norm((mixed + dot).unflatten(1, (-1, self.dim)))
+        of_candidate, of_request = candidate.flatten(1), None if request is None else request.flatten(1)
+        if self.crosses:
+            of_all = None if request_parts is None else request_parts[2].flatten(1)
+            # DCN(X) + X is X * (U V X + b) + X + X: the last two terms are 2 X.
+            crossed = self.up(self.down(weighed.flatten(1), of_all, rows)) + 2
+            mixed = of_candidate * crossed[:, split:]
+            if of_request is not None and rows is not None:
+                mixed = torch.cat([rows.multiply(crossed[:, :split], of_request), mixed], dim=1)
+            mixed = mixed if dot is None else mixed + dot
+        else:
+            assert dot is not None
+            mixed = of_candidate + dot[:, split:]
+            if of_request is not None and rows is not None:
+                mixed = torch.cat([rows.add(dot[:, :split], of_request), mixed], dim=1)
+        return rms_norm(mixed.unflatten(1, (-1, self.dim)))
+
+    def _dot(
+        self, paired: Tensor, crossing: Tensor, request: Sequence[Tensor] | None, rows: CandidateRows | None
+    ) -> Tensor:
+        pairs, of_request = self.dot(paired), None
+        if self.shared_dot is not None and request is not None and rows is not None:
+            pairs = torch.cat([pairs, self.dot.across(crossing, request[1], rows, self.max_candidates)], dim=1)
+            of_request = self.shared_dot(request[0])
+        # A lone token of a request has no pairs with itself.
+        return self.dot_output(self.dot_hidden(pairs, of_request if self.dot_hidden.shared else None, rows))

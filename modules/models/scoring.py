@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.export import Dim
 
 from modules.batch import FeatureSpec, RequestBatch
 from modules.embedding import JaggedSequence, Tokens
+from modules.rewrite import Report, ikbo_rewrite
 
 VendorInputs = tuple[Tensor, ...]
 """Tokens [V, n_v, d], offsets [R + 1] of the requests' vendors and [V + 1] of the vendors' candidates."""
@@ -38,13 +39,34 @@ class _Rows:
     owner = RequestBatch.owner
 
 
+class _OnTensors(nn.Module):
+    def __init__(self, arch: nn.Module) -> None:
+        super().__init__()
+        self.arch = arch
+
+    def forward(
+        self,
+        request: Tensor,
+        candidate: Tensor,
+        candidate_offsets: Tensor,
+        histories: Sequences,
+        vendors: VendorInputs | None = None,
+    ) -> Tensor:
+        return self.arch(*arch_inputs(request, candidate, candidate_offsets, histories, vendors))
+
+
 class ScoringArch(nn.Module):
     """logits [C, tasks] in float32 of the architecture, under autocast to `dtype` unless that is float32."""
 
     def __init__(self, arch: nn.Module, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.arch = arch
+        self.arch: nn.Module = _OnTensors(arch)
         self.dtype = dtype
+
+    def rewrite(self, inputs: tuple[Any, ...], shapes: tuple[object, ...], max_candidates: int) -> Report:
+        """Put what `ikbo_rewrite` makes of the architecture in its place. It looks into no region of autocast."""
+        self.arch, report = ikbo_rewrite(self.arch, inputs, dynamic_shapes=shapes, max_candidates=max_candidates)
+        return report
 
     def forward(
         self,
@@ -55,9 +77,9 @@ class ScoringArch(nn.Module):
         vendors: VendorInputs | None = None,
     ) -> Tensor:
         """request [R, n_u, d], candidate [C, n_c, d], candidate_offsets [R + 1]."""
-        tokens, rows = arch_inputs(request, candidate, candidate_offsets, histories, vendors)
+        of_vendors = () if vendors is None else (vendors,)
         with torch.autocast(request.device.type, self.dtype, enabled=self.dtype is not torch.float32):
-            return self.arch(tokens, rows).float()
+            return self.arch(request, candidate, candidate_offsets, histories, *of_vendors).float()
 
 
 def arch_inputs(

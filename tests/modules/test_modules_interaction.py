@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modules.broadcast import CandidateRows
-from modules.interaction import CrossNet, DHENLayer, DotInteraction, gram, inner_products, narrowed
+from modules.interaction import ENSEMBLES, CrossNet, DHENLayer, DotInteraction, gram, inner_products, narrowed
 from modules.wukong import WukongLayer
 
 
@@ -42,31 +42,36 @@ def test_cross_net_multiplies_by_its_input_in_every_layer():
     torch.testing.assert_close(net(x0), x)
 
 
-def test_dhen_layer_normalises_the_ensemble_plus_shortcut():
-    layer = DHENLayer(3, 4, rank=2, hidden=[5], dropout=0.0).double()
-    tokens = torch.randn(2, 3, 4, dtype=torch.float64)
-    gram = tokens @ tokens.mT / 4**0.5
-    pairs = torch.stack([gram[:, 0, 1], gram[:, 0, 2], gram[:, 1, 2]], dim=1)
-    dot = layer.dot_output(layer.dot_hidden.own(pairs)).view(2, 3, 4)
-    x = tokens.flatten(1)
-    y = dot + (x * layer.up(layer.down.own(x)) + x).view(2, 3, 4) + tokens
+@pytest.mark.parametrize("ensemble", ENSEMBLES)
+def test_dhen_layer_normalises_the_ensemble_plus_shortcut(ensemble: str):
+    layer = DHENLayer(3, 4, rank=2, hidden=[5], dropout=0.0, ensemble=ensemble).double()
+    y = tokens = torch.randn(2, 3, 4, dtype=torch.float64)
+    if ensemble != "dcnv2":
+        gram = tokens @ tokens.mT / 4**0.5
+        pairs = torch.stack([gram[:, 0, 1], gram[:, 0, 2], gram[:, 1, 2]], dim=1)
+        y = y + layer.dot_output(layer.dot_hidden.own(pairs)).view(2, 3, 4)
+    if ensemble != "dot":
+        x = tokens.flatten(1)
+        y = y + (x * layer.up(layer.down.own(x)) + x).view(2, 3, 4)
     torch.testing.assert_close(layer(tokens), y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt())
     assert layer(tokens[:0]).shape == (0, 3, 4)
 
 
-@pytest.mark.parametrize("hidden", [[5], []])
-@pytest.mark.parametrize("num_shared", [1, 3])
-def test_shared_tokens_of_a_dhen_layer_are_tokens_of_every_candidate(num_shared: int, hidden: list[int]):
+@pytest.mark.parametrize(
+    ("num_shared", "hidden", "ensemble"), [(1, [5], "dhen"), (3, [5], "dhen"), (3, [], "dhen"), (3, [], "dot")]
+)
+def test_shared_tokens_of_a_dhen_layer_are_tokens_of_every_candidate(num_shared: int, hidden: list[int], ensemble: str):
     torch.manual_seed(0)
     num_own, dim = 2, 4
-    options = {"rank": 2, "hidden": hidden, "dropout": 0.0}
+    options = {"rank": 2, "hidden": hidden, "dropout": 0.0, "ensemble": ensemble}
     layer = DHENLayer(num_own, dim, num_request=num_shared, max_candidates=3, **options).double()
     whole = DHENLayer(num_shared + num_own, dim, **options).double()
     with torch.no_grad():
         # The same maps in the order of one set of tokens: shared ones first, pairs i < j row by row.
-        own_first = torch.cat([layer.down.own.weight, layer.down.shared.weight], 1)
-        whole.down.own.weight.copy_(own_first.roll(num_shared * dim, 1))
-        whole.up.load_state_dict(layer.up.state_dict())
+        if ensemble == "dhen":
+            own_first = torch.cat([layer.down.own.weight, layer.down.shared.weight], 1)
+            whole.down.own.weight.copy_(own_first.roll(num_shared * dim, 1))
+            whole.up.load_state_dict(layer.up.state_dict())
         whole.dot_output.load_state_dict(layer.dot_output.state_dict())
         whole.dot_hidden.own.bias.copy_(layer.dot_hidden.own.bias)
         parts = [layer.dot_hidden.own, *filter(None, [layer.dot_hidden.shared])]

@@ -38,7 +38,7 @@ TRACED = {
     "wukong": Wukong.Config(**SMALL, machine="attentive", hidden=[16], head_hidden=[16]),
     "token_mixing": TokenMixingConfig(**MIXING, mixing="revert", global_token=True, lower_weight=0.1, num_layers=2),
     "dcnv2": MODELS["dcnv2"].Config(dim=8),  # type: ignore[operator]
-    "dlrm": MODELS["dlrm"].Config(dim=8),  # type: ignore[operator]
+    "dlrm": MODELS["dlrm"].Config(dim=8, jagged_interaction=True),  # type: ignore[operator]
     "own": CustomConfig(name="served_models.Dot", dim=8),
 }
 EAGER = {
@@ -100,6 +100,26 @@ def test_a_model_is_exported_and_scores(
         columns = [[value for each in predictions for value in each[task]] for task in service.tasks]
         torch.testing.assert_close(torch.tensor(columns).T, expected, atol=1e-5, rtol=1e-4)
     assert service([{**rows.request(3), "candidates": []}]) == [{task: [] for task in service.tasks}]
+
+
+def test_copies_in_a_model_of_ones_own_are_rewritten_on_request(
+    ranking: Rows, tmp_path: Path, own_models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = dataclasses.replace(ranking.source.spec, max_candidates=MOST)
+    for dtype, tolerance in ((torch.bfloat16, 1e-2), (torch.float32, 1e-5)):
+        model = PretrainedModel(TRACED["own"], spec).eval()
+        export_model(tmp_path, model, ranking.source, ranking.config, {}, dtype, rewriting=True)
+        said = capsys.readouterr().out
+        assert "broadcasts found: index\nswapped mul" in said
+        assert "-> jagged_dense_elementwise" in said
+        with torch.no_grad():
+            expected = model(ranking.batch([90])).sigmoid()
+        (predictions,) = Service.from_pretrained(tmp_path)([ranking.request(90)])
+        actual = torch.tensor([predictions[task] for task in ("click", "like")]).T
+        torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+    model = PretrainedModel(EAGER["din"], spec)
+    with pytest.raises(ValueError, match=r"rewrite=true .*model\.name=din copies no request"):
+        export_model(tmp_path, model, ranking.source, ranking.config, {}, dtype, rewriting=True)
 
 
 def test_why_a_model_is_served_eagerly_is_said_once(

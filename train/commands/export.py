@@ -6,8 +6,9 @@ of embeddings and their assembly into tokens stay eager in any case: tables are 
 `train.serving.scorer` scores with what is written.
 
 `run_dir=` takes the run's best checkpoint, or its newest when none was validated; `checkpoint=` names one. Further
-arguments: `max_candidates=` of a request (10000), `compile=false` to leave out the compiler, and `key=value` overrides
-of the run's configuration (`runtime.device=cpu`). Layers that a run quantised multiply in bfloat16 here.
+arguments: `max_candidates=` of a request (10000), `compile=false` to leave out the compiler, `rewrite=true` to take
+copies of the request out of a model of your own by `modules.ikbo_rewrite`, and `key=value` overrides of the run's
+configuration (`runtime.device=cpu`). Layers that a run quantised multiply in bfloat16 here.
 Written to `out`, by default RUN_DIR/export:
 
 - `config.json`, `model.safetensors`: the model and its weights, for `modules.pretrained.PretrainedModel`;
@@ -36,6 +37,7 @@ with lasting():
     from kernels import defined_in
     from kernels.core import dispatch
     from modules.batch import RequestBatch, with_candidates
+    from modules.models import CustomConfig
     from modules.models.ranking import RankingModel
     from modules.models.scoring import ScoringArch, scoring_inputs, scoring_shapes, vendor_inputs
     from modules.pretrained import PretrainedModel
@@ -63,18 +65,25 @@ MOST_LOOKED_AT = 100_000
 
 
 @torch.no_grad()
-def export_arch(model: RankingModel, batch: RequestBatch, dtype: torch.dtype, max_candidates: int) -> ExportedProgram:
+def export_arch(
+    model: RankingModel, batch: RequestBatch, dtype: torch.dtype, max_candidates: int, rewriting: bool = False
+) -> ExportedProgram:
     """The architecture as a program for one request; `batch` is an example with two candidates and events or more.
 
-    Raises whatever tracing raises for an architecture that cannot be traced, e.g. one that reads sizes from its data.
+    With `rewriting` copies of the request to its candidates are taken out, and what was changed is printed. Raises
+    whatever tracing raises for an architecture that cannot be traced, e.g. one that reads sizes from its data.
     """
     arch = ScoringArch(model.arch, dtype).eval()
     spec = model.embedding.assemble.spec
-    inputs = _inputs(model, batch)
-    return export(arch, inputs, dynamic_shapes=scoring_shapes(spec, max_candidates))
+    inputs, shapes = _inputs(model, batch), scoring_shapes(spec, max_candidates)
+    if rewriting:
+        print(arch.rewrite(inputs, shapes, max_candidates))
+    return export(arch, inputs, dynamic_shapes=shapes)
 
 
-def traced(model: PretrainedModel, source: Source, dtype: torch.dtype) -> tuple[ExportedProgram, RequestBatch] | str:
+def traced(
+    model: PretrainedModel, source: Source, dtype: torch.dtype, rewriting: bool = False
+) -> tuple[ExportedProgram, RequestBatch] | str:
     """A program and the request that it was made from; where there is none, the reason.
 
     A model of your own may do anything while it is traced, hence any exception is a reason.
@@ -83,7 +92,7 @@ def traced(model: PretrainedModel, source: Source, dtype: torch.dtype) -> tuple[
     try:
         request = with_candidates(example(source), min(TIMED_CANDIDATES, max_candidates)).to(device)
         with redirect_stderr(io.StringIO()):  # PyTorch prints the graph of a model that it cannot trace
-            program = export_arch(model, request, dtype, max_candidates)
+            program = export_arch(model, request, dtype, max_candidates, rewriting)
         run, arch = program.module(), ScoringArch(model.arch, dtype).eval()
         for count in (1, request.num_candidates):
             batch = with_candidates(request, count)
@@ -118,13 +127,15 @@ def operator_modules(program: ExportedProgram) -> list[str]:
 
 def main(arguments: list[str]) -> Path:
     quieten()
-    defaults = {"run_dir": "", "checkpoint": "", "out": "", "max_candidates": "10000", "compile": "true"}
+    defaults = {"run_dir": "", "checkpoint": "", "out": "", "max_candidates": "10000"}
+    defaults |= {"compile": "true", "rewrite": "false"}
     options, overrides = split_options(arguments, defaults, "run_dir=RUN_DIR out=DIR")
-    most, compiling = options["max_candidates"], options["compile"]
+    most = options["max_candidates"]
     if not most.isdecimal() or int(most) < 2:
         raise ValueError(f"max_candidates={most} must be a number of at least 2, e.g. max_candidates=10000")
-    if compiling not in ("true", "false"):
-        raise ValueError(f"compile={compiling} must be true or false, e.g. compile=false")
+    for name in ("compile", "rewrite"):
+        if options[name] not in ("true", "false"):
+            raise ValueError(f"{name}={options[name]} must be true or false, e.g. {name}=false")
     max_candidates = int(most)
     path = checkpoint.named(options["run_dir"], options["checkpoint"])
     config = from_dict(checkpoint.read_meta(path)["config"], overrides)
@@ -138,7 +149,8 @@ def main(arguments: list[str]) -> Path:
     model = load_model(path, config, source, max_candidates, device)
     dtype = compute_dtype(config.precision.name, device)
     origin = {"checkpoint": str(path.resolve()), "overrides": overrides}
-    export_model(out, model, source, config.data, config.tasks, dtype, compiling == "true", origin)
+    compiling, rewriting = options["compile"] == "true", options["rewrite"] == "true"
+    export_model(out, model, source, config.data, config.tasks, dtype, compiling, origin, rewriting)
     print(f"{config.model.name} of {path}: {out}")
     return out
 
@@ -152,14 +164,20 @@ def export_model(
     dtype: torch.dtype,
     compiling: bool = True,
     origin: Mapping[str, Any] | None = None,
+    rewriting: bool = False,
 ) -> None:
     """Write a model, on the device where it is to be served, with the data that it was trained on and the losses of its
     tasks. Prints why, if it is served in eager PyTorch."""
+    if rewriting and not isinstance(model.config, CustomConfig):
+        raise ValueError(
+            f"rewrite=true is for a model of your own (model=custom); model.name={model.config.name} copies no request "
+            "to its candidates: use rewrite=false"
+        )
     device = next(model.arch.parameters()).device
     model.save_pretrained(out)
     keep_reader(data, source, out)
     (out / PROGRAM).unlink(missing_ok=True)
-    found = traced(model, source, dtype)
+    found = traced(model, source, dtype, rewriting)
     compiled = not isinstance(found, str) and device.type == "cuda" and compiling
     if not isinstance(found, str):
         write_program(found[0], out / PROGRAM, compiled)

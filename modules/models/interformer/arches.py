@@ -20,7 +20,7 @@ from modules.broadcast import CandidateRows, VendorTokens
 from modules.config import TokenConfig, option
 from modules.core.vanilla import is_vanilla
 from modules.gdpa import GDPAConfig, GDPASelfAttention, PersonalizedFFN
-from modules.interaction import DHENLayer
+from modules.interaction import ENSEMBLES, DHENLayer
 from modules.jagged_attention import JaggedSelfAttention
 from modules.lce import LCE
 from modules.mlp import MLP, activated
@@ -73,6 +73,21 @@ class Summary(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.gating(self.lce(tokens))
+
+
+class LearnedSummary(nn.Module):
+    """In the place of `Summary`, where features do not inform the sequence: the same tokens for every row."""
+
+    def __init__(self, config: ArchConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.empty(config.num_cls, config.dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.tokens)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.tokens.repeat(tokens.shape[0], 1, 1)
 
 
 class SequenceTokens(NamedTuple):
@@ -160,14 +175,15 @@ class WukongStackConfig(WukongConfig):
 class InteractionArch(nn.Module):
     """X + MLP(Interaction([X | S_sum])) for n tokens X of each candidate; the MLP restores the n tokens.
 
-    `interaction` is a DHEN layer or a stack of Wukong layers. The first `num_request_summary` tokens of S_sum are at
-    request rows. So are the first `num_request` tokens of X in the first layer, where X is still what was looked up.
-    They enter the first layer of the stack as a request's tokens, before all others.
+    `interaction` is a DHEN layer, one of its two parts, or a stack of Wukong layers. The first `num_request_summary`
+    tokens of S_sum are at request rows. So are the first `num_request` tokens of X in the first layer, where X is still
+    what was looked up. They enter the first layer of the stack as a request's tokens, before all others.
     """
 
     @dataclass
     class Config(TokenConfig):
-        interaction: str = option("dhen", choices=["dhen", "wukong"])  # inner products and a cross layer | machines
+        # inner products and a cross layer | one of the two | factorisation machines
+        interaction: str = option("dhen", choices=[*ENSEMBLES, "wukong"])
         dcn_rank: int = 32
         wukong: WukongStackConfig = field(default_factory=WukongStackConfig)
         interaction_hidden: list[int] = option([128], least=1)  # the MLP that restores n x d tokens
@@ -191,10 +207,11 @@ class InteractionArch(nn.Module):
         first: dict[str, Any] = {"num_request": num_of_request, "max_candidates": max_candidates}
         layers: list[DHENLayer | WukongLayer] = []
         wukong = config.wukong
-        for index in range(1 if config.interaction == "dhen" else wukong.num_layers):
+        for index in range(wukong.num_layers if config.interaction == "wukong" else 1):
             options = common | ({} if index else first)
             num_of_candidate = mixed if index else mixed - num_of_request
-            if config.interaction == "dhen":
+            if config.interaction != "wukong":
+                options["ensemble"] = config.interaction
                 layers.append(DHENLayer(num_of_candidate, dim, rank=config.dcn_rank, **options))
             else:
                 options |= {"num_fmb": wukong.num_fmb, "num_lcb": wukong.num_lcb} | wukong.machine_options()
@@ -212,16 +229,18 @@ class InteractionArch(nn.Module):
         return cast("Sequence[DHENLayer | WukongLayer]", self.get_submodule(self.interaction))
 
     def forward(
-        self, candidate: Tensor, request: Tensor | None, summary: tuple[Tensor, Tensor], rows: CandidateRows
+        self, candidate: Tensor, request: Tensor | None, summary: Sequence[Tensor], rows: CandidateRows
     ) -> Tensor:
-        """candidate [C, num_candidate, d], request [rows, num_request, d] if there are any
+        """candidate [C, num_candidate, d], request [rows, num_request, d] if there are any, summary a pair or empty
         -> [C, num_request + num_candidate, d]."""
-        of_request, pooled = summary
+        own, shared = [rms_norm(candidate) if request is None else row_norm(candidate)], []
+        if summary:
+            shared.append(summary[0])
+            own.append(summary[1])
         if request is not None:
-            of_request = torch.cat([of_request, row_norm(request)], dim=1)
-        normed = rms_norm(candidate) if request is None else row_norm(candidate)
+            shared.append(row_norm(request))
         first, *rest = self.stack
-        mixed = first(torch.cat([normed, pooled], dim=1), of_request, rows)
+        mixed = first(torch.cat(own, dim=1), torch.cat(shared, dim=1) if shared else None, rows)
         for layer in rest:
             mixed = layer(mixed)
         change = self.dropout(self.restore(mixed.flatten(1)).unflatten(1, (-1, self.dim)))

@@ -29,6 +29,7 @@ from modules.history import HistoryEncoder
 from modules.mlp import TaskHeads
 from modules.models.interformer.arches import (
     InteractionArch,
+    LearnedSummary,
     SequenceArch,
     SequenceSummary,
     SequenceTokens,
@@ -48,7 +49,11 @@ class InterFormerLayer(nn.Module):
     """
 
     def __init__(
-        self, summary: Summary, cross: SequenceSummary, interaction: InteractionArch, sequence: SequenceArch
+        self,
+        summary: Summary | LearnedSummary,
+        cross: SequenceSummary | None,
+        interaction: InteractionArch,
+        sequence: SequenceArch,
     ) -> None:
         super().__init__()
         self.summary = summary
@@ -72,6 +77,11 @@ class InterFormer(Ranker):
     Both are one code path: which rows the sequences belong to is chosen at the start, and in the second form each
     candidate has its own.
 
+    `information_flow` "s2n" (of the sequence to the features) and "n2s" are the paper's one-way ablations, "none" its
+    separate arches. Without s2n the Interaction Arch mixes features only. Without n2s learned tokens are in the place
+    of their summary, as CLS and for the weights of the PFFN, which are then the same for every row. The head always
+    reads both sides.
+
     Vendors, if there are any, inform candidates and not the sequence. In the first layer their part of the linear
     compression is computed once a vendor; the Interaction Arch, whose layers know two levels, runs over the vendors,
     each with a copy of its request's tokens. In the second form candidates have copies of theirs, as of the request's.
@@ -92,6 +102,8 @@ class InterFormer(Ranker):
         table_std: float | None = 0.01  # with row_norm, rare ids then start quiet
         # request: the sequence stays at R rows | candidate: the paper's form, C rows
         sequence_context: str = option("request", choices=["request", "candidate"])
+        # what informs the other in a layer: both | the sequence the features | the features the sequence | neither
+        information_flow: str = option("both", choices=["both", "s2n", "n2s", "none"])
         head_hidden: list[int] = option([128, 64], least=1)
 
         shared: ClassVar[frozenset[str]] = frozenset(
@@ -159,15 +171,15 @@ class InterFormer(Ranker):
             num_request: int = 0,
             num_vendor: int = 0,
         ) -> InterFormerLayer:
-            summary = Summary(num_summarised, config)
+            to_features, to_sequence = (config.information_flow in ("both", flow) for flow in ("s2n", "n2s"))
             return InterFormerLayer(
-                summary,
-                cross(config, num_candidate, num_request, num_vendor),
+                Summary(num_summarised, config) if to_sequence else LearnedSummary(config),
+                cross(config, num_candidate, num_request, num_vendor) if to_features else None,
                 InteractionArch(
                     num_candidate,
                     num_request + num_vendor,
-                    of_request + config.num_pma,
-                    of_request,
+                    (of_request + config.num_pma) * to_features,
+                    of_request * to_features,
                     config,
                     max_candidates=max_candidates,
                 ),
@@ -210,18 +222,20 @@ class InterFormer(Ranker):
         ends = places_of_ends(offsets, self.num_cls, self.num_recent)
         sequence = SequenceTokens(*add_rms_norm(values, None, ends, twice=True))
         normed = None if vendor is None else dataclasses.replace(vendor, values=row_norm(vendor.values))
-        crossed = first.cross(candidate, request, sequence, offsets, rows, normed)
+        crossed: Sequence[Tensor] = ()
+        if first.cross is not None:
+            crossed = first.cross(candidate, request, sequence, offsets, rows, normed)
         above, places = request, rows
         if vendor is not None:
             above, places = vendor.below(request), vendor.of_candidate
-            crossed = vendor.of_request.expand(crossed[0]), crossed[1]
+            crossed = crossed and (vendor.of_request.expand(crossed[0]), crossed[1])
         with SideStream(candidate, above, *crossed) as work:
             x = first.interaction(candidate, above, crossed, places)
         sequence = first.sequence(summary, sequence, offsets, angles[self.head_dims[0]], ends)
         x = work.join(x)
         for layer, head_dim in zip(later, self.head_dims[1:], strict=True):
             context = x if self.per_candidate else torch.cat([request, sequence.ends[:, : self.num_cls]], dim=1)
-            crossed = layer.cross(x, None, sequence, offsets, rows)
+            crossed = () if layer.cross is None else layer.cross(x, None, sequence, offsets, rows)
             with SideStream(x, *crossed) as work:
                 x = layer.interaction(x, None, crossed, rows)
             sequence = layer.sequence(layer.summary(context), sequence, offsets, angles[head_dim], ends)

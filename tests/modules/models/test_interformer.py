@@ -157,6 +157,33 @@ def test_cls_tokens_come_first_and_have_no_position():
     assert _positions(offsets, 2, 10).tolist() == [0, 0, 3, 2, 1, 0, 0, 0, 0, 1]
 
 
+@pytest.mark.parametrize("flow", ["both", "s2n", "n2s", "none"])
+@pytest.mark.parametrize("context", ["request", "candidate"])
+def test_information_flows_between_the_arches_as_the_key_says(flow, context):
+    """What an arch of the second layer reads depends on what the other one was given in the first."""
+    spec = random_spec()
+    model = interformer(spec, information_flow=flow, sequence_context=context).eval()
+    embedding, batch = FeatureEmbedding(spec, DIM, device="cpu"), random_batch(spec, (2, 3), (3, 4))
+    made = {}
+    model.layers[1].interaction.register_forward_hook(lambda *call: made.update(features=call[2]))
+    model.layers[1].sequence.register_forward_hook(lambda *call: made.update(sequence=call[2].values))
+
+    def results(change):
+        tokens = embedding(batch)
+        if change == "sequence":
+            tokens = dataclasses.replace(
+                tokens, histories={k: dataclasses.replace(h, values=-h.values) for k, h in tokens.histories.items()}
+            )
+        elif change == "features":
+            tokens = dataclasses.replace(tokens, request=-tokens.request, candidate=-tokens.candidate)
+        model(tokens, batch)
+        return dict(made)
+
+    before = results("nothing")
+    assert torch.equal(results("sequence")["features"], before["features"]) == (flow in ("n2s", "none"))
+    assert torch.equal(results("features")["sequence"], before["sequence"]) == (flow in ("s2n", "none"))
+
+
 @pytest.mark.parametrize(("pffn", "attention"), [("linear", "softmax"), ("gdpa", "gdpa")])
 def test_sequence_arch_is_pffn_then_attention_then_feed_forward_with_residuals(pffn, attention):
     config = SequenceArch.Config(

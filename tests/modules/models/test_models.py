@@ -96,10 +96,16 @@ VARIANTS: dict[str, Any] = {
     "interformer-moe": InterFormer.Config(**SMALL, **EXPERTS, num_layers=1),
     "interformer-layers": InterFormer.Config(
         **SMALL,
-        layers=[{"num_heads": 1, "pffn": "gdpa", "pffn_hidden": 8}, {"interaction": "wukong", "wukong": {"rank": 3}}],
+        layers=[
+            {"num_heads": 1, "pffn": "gdpa", "pffn_hidden": 8, "information_flow": "s2n"},
+            {"interaction": "wukong", "wukong": {"rank": 3}, "information_flow": "n2s"},
+        ],
     ),
     "interformer-gdpa": InterFormer.Config(
         **SMALL, pffn="gdpa", pffn_hidden=8, sequence_attention="gdpa", jagged_interaction=True
+    ),
+    "interformer-separate": InterFormer.Config(
+        **SMALL, layers=[{"interaction": "dot"}, {"interaction": "dcnv2"}], information_flow="none"
     ),
     "interformer-wukong": InterFormer.Config(
         **SMALL, interaction="wukong", wukong=WukongStackConfig(rank=3), num_layers=1
@@ -356,7 +362,7 @@ def test_flops_equal_the_counter_where_the_reference_pads_nothing(variant, monke
         num_layers, rows = VARIANTS[variant].num_layers, 12 if "candidate" in variant else 3
         length, seeds = 12 + 4, 2
         pooling = [module for module in model.arch.modules() if isinstance(module, TargetAttention)]
-        assert len(pooling) == num_layers + 1
+        assert len(pooling) == 1 + sum(layer.cross is not None for layer in model.arch.layers)
         # Each head of one that absorbs its projections is as wide as the model.
         heads = sum(each.num_heads if each.absorbs(torch.empty(0)) else 1 for each in pooling)
         pairs = heads * 12 * seeds * length

@@ -2,7 +2,8 @@
 
 *balance*: the largest cost of a rank over the mean, of requests in order and as `parallel.balance` deals them. Lengths
 are those of the synthetic stream, log-normal for each event type, costs the FLOPs of the architecture. *fit*: what
-`doctor` counts for a rank. *dense_parameters*: of the model of layouts_h200.json.
+`doctor` counts for a rank. *dense_parameters*: of the model of layouts_h200.json. *waiting*: the shares of looked-up
+rows, and of different ones, that the batch before has, too, whose update they wait for.
 """
 
 from __future__ import annotations
@@ -71,6 +72,27 @@ def balance(*overrides: str) -> dict[str, Any]:
     return row
 
 
+def waiting(ranks: int) -> dict[str, Any]:
+    """Of the third global batch and the one before it."""
+    config = configured(MODEL)
+    source, size = build_source(config.data), config.data.batch_size * ranks
+    table_of, batches = dict(source.spec.lookups()), []
+    for begin in (size, 2 * size):
+        ids: dict[str, list[np.ndarray]] = {}
+        for part in np.arange(begin, begin + size).reshape(ranks, -1):
+            for feature, values in source.batch("train", part).lookup.to_dict().items():
+                ids.setdefault(table_of[feature], []).append(values.values().numpy())
+        batches.append({table: np.concatenate(parts) for table, parts in ids.items()})
+    before, now = batches
+    different = {table: np.unique(rows) for table, rows in now.items()}
+
+    def share(ids: dict[str, np.ndarray]) -> float:
+        both = sum(int(np.isin(rows, before[table]).sum()) for table, rows in ids.items())
+        return both / sum(map(len, ids.values()))
+
+    return {"ranks": ranks, "rows": share(now), "different_rows": share(different)}
+
+
 def dense_parameters(*overrides: str) -> int:
     config = configured(*overrides)
     with torch.device("meta"):
@@ -89,6 +111,7 @@ def main(file: Path) -> None:
             "rows": [balance(*overrides) for overrides in LENGTHS],
         },
         "fit": {"experiment": MODEL, "ranks": 1, "bytes": of_one.parts, "total": of_one.total},
+        "waiting": {"experiment": MODEL, "rows": [waiting(ranks) for ranks in (1, 2, 8)]},
         "dense_parameters": {"overrides": LAYOUTS, "parameters": dense_parameters(*LAYOUTS)},
     }
     file.write_text(json.dumps(results, indent=1) + "\n")

@@ -226,7 +226,7 @@ class Worker:
 
 def together(rows: list[Row]) -> Row:
     """The rows without what all of them have in common, which stands before them."""
-    common = {name: rows[-1][name] for name in ("device", "versions")}
+    common = {name: row[name] for row in rows for name in ("device", "versions") if name in row}  # of the last
     rows = [{name: value for name, value in row.items() if common.get(name) != value} for row in rows]
     return {"command": "python -m tools.speeds", **common, "rows": rows}
 

@@ -14,7 +14,8 @@ from tools import speeds
 from train.config.compose import to_config
 from train.config.schema import register_schema
 
-# Stands in for a worker: it measures "ok", dies of "breaks" and of a second "fails second", and hangs in "hangs".
+# Stands in for a worker: it measures "ok", dies of "breaks" and of a second "fails second", and hangs in "hangs". Of
+# several ranks the first one writes, and the second dies of "breaks second".
 STAND_IN = """
 import json, os, sys, time
 for number, line in enumerate(sys.stdin):
@@ -23,6 +24,12 @@ for number, line in enumerate(sys.stdin):
         time.sleep(60)
     if arm["name"] == "breaks" or (arm["name"] == "fails second" and number):
         sys.exit(3)
+    if os.environ.get("RANK", "0") != "0":
+        if arm["name"] == "breaks second":
+            sys.exit("what the second rank says")
+        continue
+    if arm["name"] == "breaks second":
+        time.sleep(60)
     row = arm | {"each_rank": [{"peak_memory_bytes": 0}], "examples_per_s": 1, "seconds": 0, "process": os.getpid()}
     with open(sys.argv[1], "a") as rows:
         rows.write(json.dumps(row) + "\\n")
@@ -49,7 +56,13 @@ def test_a_process_that_dies_or_hangs_is_replaced_and_the_rest_measured(
     assert rows["instead"]["process"] == rows["last"]["process"]
 
 
-@pytest.mark.parametrize("file", sorted((speeds.CONFIGS.parent / "docs" / "performance").glob("*_arms.yaml")), ids=str)
+ARMS = sorted((speeds.CONFIGS.parent / "docs" / "performance").glob("*_arms.yaml"))
+LONG = "layouts_arms.yaml"  # a composition takes half a second
+
+
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, marks=[pytest.mark.nightly] * (file.name == LONG)) for file in ARMS], ids=str
+)
 def test_every_measured_arm_is_a_configuration(file: Path) -> None:
     register_schema()
     arms = speeds.arms_of(file)
@@ -60,6 +73,22 @@ def test_every_measured_arm_is_a_configuration(file: Path) -> None:
     with initialize_config_dir(str(speeds.CONFIGS), version_base="1.3"):
         for arm in arms:
             assert to_config(compose("train", arm["overrides"])).runtime.steps >= 20
+
+
+def test_ranks_run_an_arm_together_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker.py").write_text(STAND_IN)
+    monkeypatch.setattr(speeds, "COMMAND", [sys.executable, str(tmp_path / "worker.py")])
+    names = {"one": 1, "two": 2, "breaks second": 2, "two again": 2}
+    arms = [{"name": name, "limit": 30, "ranks": ranks, "group": "g", "overrides": []} for name, ranks in names.items()]
+    (tmp_path / "arms.yaml").write_text(yaml.safe_dump([*arms, {**arms[0], "name": "of another", "group": "h"}]))
+    out = tmp_path / "out.jsonl"
+    speeds.main([str(out), str(tmp_path / "arms.yaml"), "--group", "g", "--seconds", "25"])
+    rows = {row["name"]: row for row in speeds.rows_of(out)}
+    assert list(rows) == list(names)
+    assert [name for name, row in rows.items() if "error" in row] == ["breaks second"]
+    assert "what the second rank says" in rows["breaks second"]["said"]
+    assert len({row["process"] for row in rows.values() if "process" in row}) == 3
+    assert "examples/s" not in speeds._shown(rows["breaks second"])
 
 
 def test_what_arms_have_in_common_is_written_once(tmp_path: Path) -> None:

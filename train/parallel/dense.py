@@ -3,7 +3,7 @@
 FSDP2 shards layer by layer: the layers are the outermost modules below the architecture that have a forward of their
 own, gathered when they are called, forward and backward, and for those other methods that their class names in
 `gathered_for`; what is left is gathered by the model. A layer is gathered in bfloat16 where autocast would round its
-weights anyway, and in float32 where it would not. Gradients are reduced in float32.
+weights anyway, or a recipe to fewer bits, and in float32 where neither would. Gradients are reduced in float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchrec.distributed.types import ShardingEnv
 from modules.embedding import FeatureEmbedding
 from modules.models.ranking import RankingModel
 from modules.moe import Experts, Router
-from modules.precision import FP32Linear, Quantizable
+from modules.precision import FP32Linear
 from train.config.schema import Config
 from train.parallel.experts import reduce_gradients
 from train.parallel.gradient_mean import GradientMean
@@ -123,7 +123,7 @@ class _FullyShard(DataParallelWrapper):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no average
 
     def _policy(self, module: nn.Module) -> MixedPrecisionPolicy:
-        exact = any(_reads_float32(part) for part in module.modules() if not isinstance(part, FSDPModule))
+        exact = any(isinstance(part, FP32Linear) for part in module.modules() if not isinstance(part, FSDPModule))
         if not self._half or exact:
             return MixedPrecisionPolicy(cast_forward_inputs=False)
         return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
@@ -147,11 +147,6 @@ class _FullyShard(DataParallelWrapper):
         assert isinstance(experts, FSDPModule)
         # Each rank's gradients are those of the tokens of all expert ranks, and the mean is over all ranks.
         experts.set_gradient_divide_factor(self._mesh.whole.size())
-
-
-def _reads_float32(module: nn.Module) -> bool:
-    """Whether a module reads its weights in float32 under autocast: it multiplies in that, or quantises them."""
-    return isinstance(module, FP32Linear) or (isinstance(module, Quantizable) and module.recipe != "none")
 
 
 def _tables(embedding: FeatureEmbedding) -> Iterator[nn.Parameter]:

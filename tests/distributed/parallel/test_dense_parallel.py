@@ -92,8 +92,9 @@ def test_experts_on_two_ranks_give_the_loss_of_whole_ones_or_one_close_by_for_to
     assert rounded == pytest.approx(full, rel=1e-2)  # rows, a part of their tokens, are rounded by up to 2^-4
 
 
-def test_in_bfloat16_layers_are_gathered_as_autocast_rounds_them(tmp_path: Path) -> None:
-    base = (*TINY, *CONSTANT, "precision=bf16", "runtime.steps=2", "optimizer.frozen=[arch.layers.0.cross]")
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("mxfp8", marks=pytest.mark.nightly)])
+def test_layers_are_gathered_as_autocast_rounds_them(precision: str, tmp_path: Path) -> None:
+    base = (*TINY, *CONSTANT, f"precision={precision}", "runtime.steps=2", "optimizer.frozen=[arch.layers.0.cross]")
     losses = []
     for dense in ("ddp", "fsdp"):
         train_ranks(2, tmp_path / dense, f"parallel.dense={dense}", base=base)

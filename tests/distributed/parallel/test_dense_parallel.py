@@ -17,7 +17,7 @@ from tests.launching import TINY, TINY_DLRM, train_ranks
 CONSTANT = ("optimizer.warmup_steps=0", "optimizer.min_lr=1", "checkpoint.keep=9", "runtime.eval_every=100")
 EXPERTS = ("model=interformer_moe", "model.moe.num_shared_experts=1")
 TOKENS = (*(each for each in TINY if "interaction" not in each and "dcn" not in each), *CONSTANT, "precision=fp32")
-TOKENS += ("model=tokenmixer", "model.feed_forward=moe", "model.token_dim=16", "model.num_tokens=4", "data.batch_size=8")
+TOKENS += ("model=tokenmixer", "model.feed_forward=moe", "model.token_dim=16", "model.num_tokens=4")
 EXACT = (*TINY, *CONSTANT, "precision=fp32", *EXPERTS, "optimizer.ema_decay=0.5")
 
 

@@ -46,7 +46,13 @@ def grid(**choices: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     )
 
 
-RANKING_MODELS = {name: Row((f"model={name}",)) for name in ("interformer", "kunlun", "wukong", "din", "dcnv2", "dlrm")}
+RANKING_MODELS = {
+    name: Row((f"model={name}",))
+    for name in (
+        *("interformer", "kunlun", "wukong", "din", "dcnv2", "dlrm"),
+        *("rankmixer", "tokenmixer", "hyformer", "mixformer", "onetrans"),
+    )
+}
 SETTINGS = (
     *grid(optimizer__sparse_lr=("0.02", "0.005"), optimizer__lr=("0.001", "0.0003"), model__table_std=("0.01", "null")),
     *grid(optimizer__sparse_lr=("0.05",), optimizer__lr=("0.003",), model__table_std=("0.01", "null")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,9 +28,10 @@ def share_experts(model: nn.Module, parallel: ParallelConfig, mesh: Mesh) -> Non
     for name, layer in layers:
         total = layer.router.num_experts
         if total % count:
+            of_kind, step = total // layer.router.num_kinds, count // math.gcd(layer.router.num_kinds, count)
             raise ValueError(
                 f"parallel.expert_ranks={count} must divide the {total} experts of {name}, e.g. "
-                f"model.moe.num_experts={-(-total // count) * count}"
+                f"model.moe.num_experts={-(-of_kind // step) * step}"
             )
         keep_part(layer.experts, mesh.whole)
         sees_all = layer.router.top_k == total

@@ -16,6 +16,8 @@ from tests.launching import TINY, TINY_DLRM, train_ranks
 
 CONSTANT = ("optimizer.warmup_steps=0", "optimizer.min_lr=1", "checkpoint.keep=9", "runtime.eval_every=100")
 EXPERTS = ("model=interformer_moe", "model.moe.num_shared_experts=1")
+TOKENS = (*(each for each in TINY if "interaction" not in each and "dcn" not in each), *CONSTANT, "precision=fp32")
+TOKENS += ("model=tokenmixer", "model.feed_forward=moe", "model.token_dim=16", "model.num_tokens=4")
 EXACT = (*TINY, *CONSTANT, "precision=fp32", *EXPERTS, "optimizer.ema_decay=0.5")
 
 
@@ -72,6 +74,16 @@ def test_gradients_are_means_over_all_ranks(tmp_path: Path) -> None:
     assert moments[0].keys() == moments[1].keys()
     for name, expected in moments[0].items():
         torch.testing.assert_close(moments[1][name], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_experts_of_each_token_are_shared_out_among_ranks(tmp_path: Path) -> None:
+    """Token mixing: a rank holds the experts of some tokens, and all candidates send it those tokens."""
+    losses = []
+    for ranks in (0, 2):
+        options = ("runtime.steps=2", "runtime.eval_steps=1", f"parallel.expert_ranks={ranks}")
+        train_ranks(2, tmp_path / str(ranks), *options, base=TOKENS)
+        losses.append([record.values["loss"] for record in training(tmp_path / str(ranks))])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # sums are taken in another order
 
 
 def test_experts_on_two_ranks_give_the_loss_of_whole_ones_or_one_close_by_for_tokens_in_mxfp8(tmp_path: Path) -> None:

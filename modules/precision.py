@@ -189,11 +189,11 @@ def _slower(
 def _too_slow(module: nn.Module, recipe: str, device: torch.device) -> str:
     if isinstance(module, nn.Linear):
         if not multiplies_linear_codes(module.weight, QUANTIZED[recipe], device):
-            return "its operands would be dequantised in memory first: BF16 is faster here"
+            return "its operands would be quantised or dequantised in memory first: BF16 is faster here"
         return "" if linear_gains(module.weight) else "it is too small to gain what quantising costs: BF16 is faster"
     assert isinstance(module, Quantizable)
     codes = module.multiplies_codes(recipe, device)
-    return "" if codes else "its operands would be dequantised in memory first: BF16 is faster here"
+    return "" if codes else "its operands would be quantised or dequantised in memory first: BF16 is faster here"
 
 
 def _absorbed(model: nn.Module, device: torch.device | None) -> Iterator[str]:

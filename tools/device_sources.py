@@ -1,6 +1,6 @@
 """What the device code of a kernel family is made of: every definition that its files of kernels reach, and its hash.
 
-Files are read, not imported. A family's files of kernels are those in `triton`, `hopper` and `blackwell`; from there it
+Files are read, not imported. A family's files of kernels are those in `triton` and `hopper`; from there it
 goes on by name, through imports, into shared files, of which only what is used counts. Comments, docstrings and the
 place of a line do not.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kernels", "modules", "train")
-WINGS = ("triton", "hopper", "blackwell")
+WINGS = ("triton", "hopper")
 # What differs between versions of Python, and says nothing.
 UNREAD = {"ctx", "kind", "type_comment", "type_params", "returns", "annotation"}
 Definition = tuple[str, str]  # module and name

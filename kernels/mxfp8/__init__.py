@@ -9,7 +9,7 @@ recipes that are unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from itertools import pairwise
 from typing import Any, cast
 
@@ -189,15 +189,12 @@ def check_recipe(recipe: str) -> None:
         raise ValueError(f"unknown recipe {recipe!r}; known: {', '.join(RECIPES)}")
 
 
-def _last_axes(chip: tuple[int, int]) -> Callable[..., str | None]:
-    def supports(*, device: str, capability: Hashable, dtype: torch.dtype, axis: int) -> str | None:
-        if reason := dispatch.needs_triton(device, capability, chip) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
-            return reason
-        if axis < -2:
-            return f"quantises along one of the last two axes, not along {axis}"
-        return None
-
-    return supports
+def _last_axes(*, device: str, capability: Hashable, dtype: torch.dtype, axis: int) -> str | None:
+    if reason := dispatch.needs_triton(device, capability, (9, 0)) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
+        return reason
+    if axis < -2:
+        return f"quantises along one of the last two axes, not along {axis}"
+    return None
 
 
 def _hopper(
@@ -264,21 +261,16 @@ def _cutlass(
     return None
 
 
-def _blackwell(
-    *, device: str, capability: Hashable, dtype: torch.dtype, in_features: int, out_features: int
-) -> str | None:
-    if reason := dispatch.needs_triton(device, capability, (10, 0)):
-        return reason
-    if in_features % grouped.ROW_BYTES or out_features % grouped.ROW_BYTES:
-        return f"needs features in multiples of {grouped.ROW_BYTES}, got {in_features} and {out_features}"
-    return None
+def _block_scaled(*, dtype: torch.dtype, in_features: int, out_features: int, **facts: Any) -> str | None:
+    return dispatch.needs_dtype(dtype, *dispatch.FLOATS) or grouped.block_scaled(
+        in_features=in_features, out_features=out_features, **facts
+    )
 
 
 dispatch.declare(
     "mxfp8_quantize",
-    Backend("hopper", "kernels.mxfp8.hopper.quantize.operators:quantize", _last_axes((9, 0))),
+    Backend("hopper", "kernels.mxfp8.hopper.quantize.operators:quantize", _last_axes),
     Backend("reference", reference.quantize),
-    Backend("blackwell", "kernels.mxfp8.hopper.quantize.operators:quantize", _last_axes((10, 0))),  # compiled, not run
 )
 dispatch.declare("mxfp8_dequantize", Backend("reference", reference.dequantize))
 dispatch.declare("linear", Backend("reference", functional.linear))
@@ -286,6 +278,7 @@ dispatch.declare("float32_linear", Backend("split", split.linear, _split), Backe
 dispatch.declare(
     "mxfp8_linear",
     Backend("hopper", "kernels.mxfp8.hopper.linear:linear", _hopper_linear),
+    Backend("torch", "kernels.mxfp8.scaled:linear", _block_scaled),
     Backend("reference", matmul.linear),
 )
 dispatch.declare(
@@ -307,8 +300,8 @@ dispatch.declare(
 )
 dispatch.declare(
     "mxfp8_grouped_mm",
+    Backend("torch", "kernels.mxfp8.scaled:grouped_mm", _block_scaled),
     Backend("reference", matmul.grouped_mm),
-    Backend("blackwell", "kernels.mxfp8.blackwell.experts:grouped_mm", _blackwell),  # compiled for sm_100, not run
 )
 
 

@@ -14,8 +14,11 @@ from kernels.core import dispatch
 _GROUPED = {
     "hopper": "FP8 products of codes, their sums over 128 terms scaled and added in float32",
     "hopper_strict": "operands dequantised exactly to bfloat16 on their way to the products, added in float32",
-    "blackwell": "block-scaled products of codes, added in float32",
+    "torch": "block-scaled products of codes by PyTorch, added in float32 (never run)",
 }
+
+# Backends that quantise, or the reference that dequantises as well, in plain PyTorch: passes over memory.
+_IN_PASSES = {"torch", "reference"}
 
 
 def _dequantised(device: torch.device) -> str:
@@ -29,12 +32,12 @@ itself, but not in a training (docs/mxfp8.md)."""
 
 
 def multiplies_linear_codes(weight: Tensor, group: int, device: torch.device) -> bool:
-    """Whether a kernel of `device` takes the codes of `kernels.mxfp8.linear` with this weight [N, K], under autocast to
-    bfloat16 and with the recipe of this `group`.
+    """Whether kernels of `device` quantise and multiply the operands of `kernels.mxfp8.linear` with this weight [N, K],
+    under autocast to bfloat16 and with the recipe of this `group`.
 
-    Otherwise operands are dequantised in memory and multiplied, which takes longer than not to quantise them.
+    Otherwise plain PyTorch quantises or dequantises them in memory, which takes longer than products in bfloat16.
     """
-    return _serving_linear(weight, group, device) != "reference"
+    return _serving_linear(weight, group, device) not in _IN_PASSES
 
 
 def linear_gains(weight: Tensor) -> bool:
@@ -56,7 +59,7 @@ def multiplies_expert_codes(
     default D: all its products, so narrow experts that are one operator around products of dequantised operands do not
     count."""
     like = torch.empty(0, dtype=torch.bfloat16, device=device)
-    return "reference" not in _serving_experts(like, gate_up, recipe, group, out_dim)[1]
+    return not _IN_PASSES & _serving_experts(like, gate_up, recipe, group, out_dim)[1]
 
 
 def linear_execution(weight: Tensor, group: int) -> str:
@@ -67,7 +70,7 @@ def linear_execution(weight: Tensor, group: int) -> str:
 
 def multiplies_grouped_codes(weight: Tensor, device: torch.device) -> bool:
     """As `multiplies_linear_codes`, for `kernels.mxfp8.grouped_mm` with this weight [E, N, K]."""
-    return _serving_grouped(weight, device) != "reference"
+    return _serving_grouped(weight, device) not in _IN_PASSES
 
 
 def grouped_execution(weight: Tensor) -> str:

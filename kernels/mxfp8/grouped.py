@@ -17,10 +17,10 @@ Scales of codes [..., lines, K] come in one of these forms:
     VALUES   bfloat16 [K / 128, lines]: that scale's value; byte 0 stands for 0, and 255 for infinity. It is negated
              if the 128 lines of its square, of 128 x 128 elements, share it
 
-Products for sm_100 read TILES. Products for Hopper read tables (WORDS, BYTES, VALUES), one row for each step along K.
-With groups of 128 they read BYTES of the first operand and VALUES of the second. With scales every 32 they read WORDS
-of one operand; the other is dequantised beforehand (`Rounded`): weights when they are quantised, in a weight gradient
-the narrower one (`swaps`).
+PyTorch's block-scaled products read TILES. Products for Hopper read tables (WORDS, BYTES, VALUES), one row for each
+step along K. With groups of 128 they read BYTES of the first operand and VALUES of the second. With scales every 32
+they read WORDS of one operand; the other is dequantised beforehand (`Rounded`): weights when they are quantised, in a
+weight gradient the narrower one (`swaps`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from kernels.core.dispatch import Backend
 from kernels.mxfp8.reference import BLOCK, MXTensor, swizzle_scales, unswizzle_scales
 
 MATRIX, TILES, WORDS, BYTES, VALUES = range(5)
-ROW_BYTES = 16  # in whole multiples of which TMA wants rows
 TABLES = {WORDS: torch.int32, BYTES: torch.float8_e8m0fnu, VALUES: torch.bfloat16}
 
 
@@ -198,38 +197,47 @@ def addressable_operands(*operands: Quantized) -> tuple[Tensor, ...]:
     return tuple(addressable(tensor) for operand in operands for tensor in operand[:2])
 
 
-def _serves(target: tuple[int, int], groups: tuple[int, ...], multiple: int = 128) -> dispatch.Verifier:
-    """The verifier of a kernel for `target`, scales over one of `groups` elements, and features in multiples."""
+def _hopper(served: int) -> dispatch.Verifier:
+    """The verifier of a kernel for scales over `served` elements."""
 
     def supports(
         *, device: str, capability: Hashable, dtype: torch.dtype, group: int, in_features: int, out_features: int
     ) -> str | None:
-        if reason := dispatch.needs_triton(device, capability, target):
+        if reason := dispatch.needs_triton(device, capability, (9, 0)):
             return reason
-        if group not in groups:
-            return f"takes scales over {groups[0]} elements, not over {group}"
-        if in_features % multiple or out_features % multiple:
-            return f"needs features in multiples of {multiple}, got {in_features} and {out_features}"
+        if group != served:
+            return f"takes scales over {served} elements, not over {group}"
+        if in_features % 128 or out_features % 128:
+            return f"needs features in multiples of 128, got {in_features} and {out_features}"
         return None
 
     return supports
 
 
-_g128 = _serves((9, 0), (128,))
-_strict = _serves((9, 0), (32,))
-_blackwell = _serves((10, 0), (32, 128), ROW_BYTES)
+def block_scaled(
+    *, device: str, capability: Hashable, in_features: int, out_features: int, **facts: Hashable
+) -> str | None:
+    """The verifier of PyTorch's block-scaled products, which have not run anywhere yet."""
+    if reason := dispatch.needs_capability(device, capability, (10, 0)):
+        return reason
+    if in_features % BLOCK or out_features % BLOCK:
+        return f"needs features in multiples of {BLOCK}, got {in_features} and {out_features}"
+    return None
+
+
+_g128, _strict = _hopper(128), _hopper(32)
 
 dispatch.declare(
     "mxfp8_grouped_fprop",
     Backend("hopper", "kernels.mxfp8.hopper.operators:fprop", _g128),
     Backend("hopper_strict", "kernels.mxfp8.hopper.operators:strict_fprop", _strict),
+    Backend("torch", "kernels.mxfp8.scaled:fprop", block_scaled),
     Backend("reference", _fprop),
-    Backend("blackwell", "kernels.mxfp8.blackwell.operators:fprop", _blackwell),  # compiled for sm_100, not run
 )
 dispatch.declare(
     "mxfp8_grouped_wgrad",
     Backend("hopper", "kernels.mxfp8.hopper.operators:wgrad", _g128),
     Backend("hopper_strict", "kernels.mxfp8.hopper.operators:strict_wgrad", _strict),
+    Backend("torch", "kernels.mxfp8.scaled:wgrad", block_scaled),
     Backend("reference", _wgrad),
-    Backend("blackwell", "kernels.mxfp8.blackwell.operators:wgrad", _blackwell),
 )

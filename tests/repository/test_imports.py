@@ -79,7 +79,7 @@ def test_a_kernel_family_is_entered_through_its_package(package: str) -> None:
     assert not wrong
 
 
-WINGS = ("triton", "hopper", "blackwell")
+WINGS = ("triton", "hopper")
 # What a fused layer is made of has a door of its own.
 DOORS = {"kernels.mxfp8.grouped"}
 

@@ -17,7 +17,7 @@ from kernels import mxfp8
 from kernels.bench import Case, Problem, Runner, check_relative_error
 from kernels.bench.cases import cute_peers
 from kernels.core import dispatch
-from kernels.mxfp8.grouped import TILES, Operand, Quantized, form_of, swaps
+from kernels.mxfp8.grouped import Operand, Quantized, form_of, swaps
 from kernels.mxfp8.plain import grouped_mm, grouped_wgrad
 
 # Routed rows, model width D, hidden width F, experts.
@@ -92,15 +92,12 @@ def _operand(x: Tensor, recipe: str, *, second: bool = False) -> Operand:
     if not group:
         return x
     square = second and group == 128
-    if x.device.type != "cuda":
+    if x.device.type != "cuda" or _block_scaled(x.device):
         codes, scales, _ = mxfp8.quantize(x, -1, block_size=group, square=square)
         return Quantized(codes.contiguous(), scales.contiguous(), group)
     from kernels.mxfp8.hopper.quantize import operators as quantize
     from kernels.mxfp8.hopper.quantize import weights
 
-    if _block_scaled(x.device):
-        codes, scales, *_ = quantize.quantize_both(x, True, False, group, square, TILES)
-        return Quantized(codes, scales, group)
     if square and x.dim() == 3:
         return weights.operand(x, False, group)
     codes, scales, *_ = quantize.quantize_both(x, True, False, group, square, form_of(group, second))
@@ -117,7 +114,7 @@ def _backend(op: str, like: Operand, recipe: str, device: torch.device, n: int, 
     name = on_gpu if device.type == "cuda" else "reference"
     if recipe == "bf16":
         return dispatch.choose(op, name, like, in_features=k, out_features=n, **facts)
-    name = "blackwell" if _block_scaled(device) else name
+    name = "torch" if _block_scaled(device) else name
     op = {"grouped_mm": "mxfp8_grouped_fprop", "grouped_wgrad": "mxfp8_grouped_wgrad"}[op]
     return dispatch.choose(op, name, like.codes, group=RECIPES[recipe], in_features=k, out_features=n)
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-BLACKWELL = torch.cuda.is_available() and torch.cuda.get_device_capability() == (10, 0)
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 # Bytes of shared memory that a program may use.

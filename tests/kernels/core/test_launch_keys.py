@@ -37,8 +37,7 @@ from kernels.ikbo.triton import levels
 from kernels.jagged.triton import bmm, bmm_narrow, gather, low_rank, moves, parts, segment
 from kernels.jagged.triton import elementwise as triton_elementwise
 from kernels.jagged.triton import softmax as triton_softmax
-from kernels.mxfp8.blackwell import grouped as block_scaled
-from kernels.mxfp8.grouped import BYTES, MATRIX, TILES, VALUES, WORDS
+from kernels.mxfp8.grouped import BYTES, MATRIX, VALUES, WORDS
 from kernels.mxfp8.hopper import dequantize
 from kernels.mxfp8.hopper.grouped import bf16, fp8, strict
 from kernels.mxfp8.hopper.grouped import pieces as grouped_pieces
@@ -169,7 +168,6 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launche
     for module in products:
         monkeypatch.setattr(module, "processors", lambda device: 132)
         monkeypatch.setattr(module, "counter", lambda device, size=1: torch.zeros(size, dtype=torch.int32))
-    monkeypatch.setattr(block_scaled, "processors", lambda device: 148)
     monkeypatch.setattr(grouped_pieces, "processors", lambda device: 132)
 
     def codes_of(form: int, *shape: int) -> tuple[Tensor, Tensor]:
@@ -196,8 +194,6 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launche
             fp8.grouped_mm(*operands, ends, differ=differ)
             operands = *codes_of(first, n, rows), *codes_of(second, k, rows)
             fp8.grouped_wgrad(*operands, ends, dtype)
-        block_scaled.grouped_mm(*codes_of(TILES, rows, k), *codes_of(TILES, experts, n, k), ends)
-        block_scaled.grouped_wgrad(*codes_of(TILES, n, rows), *codes_of(TILES, k, rows), ends, dtype)
         for form in (MATRIX, WORDS):
             strict.grouped_mm(*codes_of(form, rows, k), weight, ends)
             codes, scales = codes_of(MATRIX, experts, n, k)
@@ -208,7 +204,7 @@ def test_grouped_products(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launche
                 strict.grouped_wgrad(*columns, values, ends, dtype, transposed=transposed)
         dequantize.dequantize_interleaved(*codes_of(MATRIX, experts, n, k))
     launchers = [dequantize._launch, triton_grouped._launch, triton_pieces._cut, triton_pieces._add]
-    launchers += [module._launch for module in (*products, block_scaled)]
+    launchers += [module._launch for module in products]
     assert all(hits[launcher] for launcher in launchers), hits
 
 

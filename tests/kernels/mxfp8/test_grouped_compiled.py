@@ -8,7 +8,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-from kernels.mxfp8.blackwell import grouped as block_scaled
 from kernels.mxfp8.hopper import dequantize
 from kernels.mxfp8.hopper.grouped import bf16, fp8, strict
 from kernels.mxfp8.hopper.grouped.tiles import PAIRED
@@ -16,12 +15,10 @@ from kernels.testing import Compiled, compile_ahead
 from tests.kernels.core.descriptors import descriptor
 
 
-def _compiled(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], target: str = "sm_90", num_warps: int = 4
-) -> Compiled:
+def _compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Compiled:
     signature = {name: "i32" for name in kernel.arg_names if name not in constants} | {"ends": "*i32"} | types
     return compile_ahead(
-        kernel, signature, constants, target=target, num_warps=num_warps, gluon=True, maxnreg=168,
+        kernel, signature, constants, target="sm_90", gluon=True, maxnreg=168,
         divisible_by_16=["N", "K"],
     )  # fmt: skip
 
@@ -98,33 +95,6 @@ def test_compiles_to_asynchronous_products_without_spills(compiled: Any, product
     assert not kernel.serialized
     assert kernel.spill_bytes <= spill_bytes
     assert kernel.shared_bytes <= 227 * 1024
-
-
-@pytest.mark.parametrize(("wgrad", "out"), [(False, "bf16"), (True, "fp32")])
-def test_compiles_to_block_scaled_products_on_blackwell(wgrad: bool, out: str) -> None:
-    """Which has never run: what the kernel does is tested in test_block_scaled.py, on a machine in Python."""
-    types = {
-        "a_desc": descriptor("fp8e4nv", 128, 128),
-        "b_desc": descriptor("fp8e4nv", 256, 128),
-        "a_scales_desc": descriptor("u8", 1, 1, 2, 256, swizzle=0),
-        "b_scales_desc": descriptor("u8", 2, 1, 2, 256, swizzle=0),
-        "out_desc": descriptor(out, 1, 128, 32, swizzle={"bf16": 64, "fp32": 128}[out]),
-    }
-    kernel = block_scaled._grouped_block_scaled_kernel
-    compiled = _compiled(kernel, types, {"WGRAD": wgrad}, target="sm_100", num_warps=8)
-    for instruction, number in {
-        "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.scale_vec::1X": 4,
-        "tcgen05.cp.cta_group::1.warpx4.32x128b": 3,  # a tile of 128 x 4 scales each
-        "cp.async.bulk.tensor.2d.shared": 2,
-        "cp.async.bulk.tensor.4d.shared": 2,
-        "cp.async.bulk.tensor.3d.global.shared": 8,
-        "tcgen05.commit": 2,
-        "setmaxnreg.inc.sync.aligned.u32": 1,
-    }.items():
-        assert compiled.ptx.count(instruction) >= number, instruction
-    assert compiled.registers == 168
-    assert compiled.spill_bytes == 0
-    assert compiled.shared_bytes <= 227 * 1024
 
 
 def test_dequantises_two_elements_at_a_time() -> None:

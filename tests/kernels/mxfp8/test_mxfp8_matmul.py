@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from kernels import mxfp8
 from kernels.core import dispatch
-from kernels.mxfp8 import matmul
-from kernels.mxfp8.blackwell import experts
 from kernels.mxfp8.matmul import aligned_groups
 from kernels.mxfp8.plain import torch_grouped_mm
 from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, sqnr_db
@@ -141,41 +138,6 @@ def test_grouped_mm_recipes_against_a_loop(sizes: list[int], slack: int, feature
             start = end
         assert (y[total:] == 0).all()
         assert (dx[total:] == 0).all()
-
-
-@pytest.mark.parametrize("group", [32, 128])
-@pytest.mark.parametrize("sizes", [[5, 0, 130], [0, 0], [128, 1, 40]], ids=str)
-def test_products_of_codes_are_those_of_the_reference(sizes: list[int], group: int) -> None:
-    total, offsets = sum(sizes), ends_of(sizes)
-    x, weight = random(total + 3, 256).requires_grad_(), random(len(sizes), 128, 256).requires_grad_()
-    dy, results = random(total + 3, 128), []
-    for multiply in (experts.grouped_mm, matmul.grouped_mm):
-        y = multiply(x, weight, offsets, torch.float32, group)
-        results.append((y, *torch.autograd.grad(y, (x, weight), dy)))
-    for name, ours, expected in zip(("y", "dx", "dw"), *results, strict=True):
-        assert ours.dtype is expected.dtype, name
-        tolerance = Tolerance("results of products are rounded to bfloat16", 1 if name != "dw" else 0, 256)
-        bound = tolerance.bound(expected.double(), torch.bfloat16)
-        assert bool(((ours - expected).abs() <= bound).all()), name
-        assert torch.equal(ours[total:], expected[total:]) or name == "dw"
-
-
-def test_block_scaled_products_are_reached_by_name() -> None:
-    facts: dict[str, Any] = {"device": "cuda", "capability": (10, 0), "dtype": torch.float32}
-    widths = {"in_features": 256, "out_features": 128}
-    assert "chosen" in dispatch.explain("mxfp8_grouped_mm", "blackwell", **facts, **widths).splitlines()[-1]
-    facts["dtype"] = torch.float8_e4m3fn
-    for op in ("mxfp8_grouped_fprop", "mxfp8_grouped_wgrad"):
-        assert "blackwell     chosen" in dispatch.explain(op, "blackwell", **facts, **widths, group=32)
-        assert "multiples of 16" in dispatch.explain(op, **facts, **widths | {"in_features": 24}, group=32)
-
-
-def test_what_never_ran_serves_only_when_asked_for() -> None:
-    facts: dict[str, Any] = {"device": "cuda", "capability": (10, 0), "dtype": torch.bfloat16}
-    untried = [op for op, backends in dispatch.operators().items() if "blackwell" in backends]
-    assert "mxfp8_quantize" in untried
-    for op in untried:
-        assert "reference     chosen" in dispatch.explain(op, **facts)
 
 
 def test_wgrad_blocks_do_not_straddle_experts() -> None:
@@ -335,7 +297,7 @@ def test_grouped_mm_on_a_gpu(recipe: str) -> None:
 
 @pytest.mark.gpu
 def test_mxfp8_linear_on_a_gpu_equals_the_cpu() -> None:
-    x, weight, bias, dy = random(70, 96), random(48, 96), random(48), random(70, 48)
+    x, weight, bias, dy = random(70, 96), random(64, 96), random(64), random(70, 64)
 
     def run(device: str) -> list[Tensor]:
         leaves = [tensor.to(device).requires_grad_() for tensor in (x, weight, bias)]

@@ -205,9 +205,6 @@ def one_history() -> list[str]:
 def compared(runs: list[dict[str, Any]]) -> list[str]:
     """Markdown of the arms of `tools.quality.variants`, a column for each log."""
 
-    def mean(values: dict[str, float], metric: str) -> float:
-        return float(np.mean([value for name, value in values.items() if name.split("/")[1] == metric]))
-
     groups = seeds(runs)
     logs = list(dict.fromkeys(name.split("/")[0] for name in groups))
     rows: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
@@ -215,17 +212,47 @@ def compared(runs: list[dict[str, Any]]) -> list[str]:
         log, model, arm = name.split("/")
         base = groups.get(f"{log}/{model}/{BASE}", {})
         both = sorted(of_seed.keys() & base.keys())
-        changes = [100 * (mean(of_seed[s]["valid"], "ne") / mean(base[s]["valid"], "ne") - 1) for s in both]
+        changes = [100 * (_mean(of_seed[s]["valid"], "ne") / _mean(base[s]["valid"], "ne") - 1) for s in both]
         spread = f" ± {half(np.array(changes)):.1f}" if len(changes) > 1 else ""
-        ne = [mean(each["valid"], "ne") for each in of_seed.values()]
+        ne = [_mean(each["valid"], "ne") for each in of_seed.values()]
         first = f"{np.mean(ne):.4f}" if arm == BASE or not both else f"{np.mean(changes):+.1f}{spread} %"
-        others = (np.mean([mean(each["valid"], metric) for each in of_seed.values()]) for metric in ("auc", "gauc"))
+        others = (np.mean([_mean(each["valid"], metric) for each in of_seed.values()]) for metric in ("auc", "gauc"))
         rows[model, arm][log] = f"{first}, {', '.join(f'{value:.4f}' for value in others)}"
     lines = [f"| model | arm | {' | '.join(logs)} |", "|" + "---|" * (2 + len(logs))]
     models = list(dict.fromkeys(model for model, _ in rows))
     for (model, arm), cells in sorted(rows.items(), key=lambda row: models.index(row[0][0])):
         lines.append(f"| {model} | {arm} | {' | '.join(cells.get(log, '') for log in logs)} |")
     return lines
+
+
+def best(runs: list[dict[str, Any]]) -> list[str]:
+    """Markdown: of each log and model the arm that validated best, of those with the most seeds, and how it tested."""
+    groups = seeds(runs)
+    of_model: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(dict)
+    limits: dict[str, dict[str, dict[str, float]]] = {}
+    for name, of_seed in groups.items():
+        log, model, arm = name.split("/")
+        of_model[log, model][arm] = list(of_seed.values())
+        limits.update((log, run["reachable"]) for run in of_seed.values() if "reachable" in run)
+    lines = ["| log | model | arm | test AUC | test GAUC | share of the reachable AUC |", "|" + "---|" * 6]
+    for (log, model), arms in sorted(of_model.items()):
+        most = max(map(len, arms.values()))
+        arms = {arm: found for arm, found in arms.items() if len(found) == most}
+        arm = min(arms, key=lambda arm: np.mean([_mean(run["valid"], "ne") for run in arms[arm]]))
+        tests = [run["test"] for run in arms[arm]]
+        cells = [_cell(np.array([_mean(test, metric) for test in tests])) for metric in ("auc", "gauc")]
+        shares = [
+            np.mean([(test[f"{task}/auc"] - of["popularity"]) / (of["generator"] - of["popularity"]) for test in tests])
+            for task, of in limits.get(log, {}).items()
+        ]
+        share = f"{np.mean(shares):.2f}" if shares else ""
+        lines.append(f"| {log} | {model} | {arm} | {' | '.join(cells)} | {share} |")
+    return lines
+
+
+def _mean(values: dict[str, float], metric: str) -> float:
+    """Over tasks."""
+    return float(np.mean([value for name, value in values.items() if name.split("/")[1] == metric]))
 
 
 def variants() -> list[str]:
@@ -235,7 +262,7 @@ def variants() -> list[str]:
     about, runs = stored("variants")
     number = max(len(each) for each in seeds(runs).values())
     text = VARIANTS.format(about=f"Up to {number} seeds, {about['device']}, commit {about['commit']}.")
-    return [wrapped(text), *compared(runs), ""]
+    return [wrapped(text), *best(runs), "", *compared(runs), ""]
 
 
 def page() -> str:

@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import multiprocessing
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -55,17 +56,20 @@ def epochs(number: int, *overrides: str) -> tuple[str, ...]:
 
 
 FASTER = ("optimizer.lr=0.002", "model.dropout=0.2")
+NO_STATISTICS = "no statistics"
 TOKENS = "tracking.tags=[grouped,bent]"
 COMMON = {
     BASE: epochs(2),
     "lr 0.002, dropout": epochs(2, *FASTER),
     "dropout": epochs(2, "model.dropout=0.2"),
     "as it is": (),
+    "as it is, dropout": ("model.dropout=0.2",),
+    "lr 0.002, dropout, sparse_lr 0.005": epochs(2, *FASTER, "optimizer.sparse_lr=0.005"),
+    "lr 0.002, dropout, sparse_lr 0.001": epochs(2, *FASTER, "optimizer.sparse_lr=0.001"),
     "grouped, bent": epochs(2, TOKENS),
     "grouped, bent, lr 0.002, dropout": epochs(2, *FASTER, TOKENS),
     "bent": epochs(2, "tracking.tags=[bent]"),
     "lr 0.002, both dropouts": epochs(2, *FASTER, "model.embedding_dropout=0.2"),
-    "lr 0.002, dropout, sparse_lr 0.005": epochs(2, *FASTER, "optimizer.sparse_lr=0.005"),
     "history dropout": epochs(2, "data.history_dropout=0.2"),
     "ema 0.99": epochs(2, "optimizer.ema_decay=0.99"),
     "one epoch": epochs(1),
@@ -73,7 +77,10 @@ COMMON = {
     "id dropout": epochs(2, "+data.id_dropout={USER: 0.1, ITEM: 0.1}"),
 }
 OF_INTERFORMER = {
-    **dict(list(COMMON.items())[:4]),
+    **dict(list(COMMON.items())[:5]),
+    NO_STATISTICS: epochs(2, "data.statistics=none"),
+    "ages, lr 0.002, dropout": epochs(2, *FASTER, "model.event_ages=true"),
+    "ages, units, lr 0.002, dropout": epochs(2, *FASTER, "model.event_ages=true", "tracking.tags=[units]"),
     "quiet 0.5, lr 0.002, dropout": epochs(2, *FASTER, "tracking.tags=['quiet=0.5']"),
     "flat, lr 0.002, dropout": epochs(2, *FASTER, "tracking.tags=[flat]"),
     "units, lr 0.002, dropout": epochs(2, *FASTER, "tracking.tags=[units]"),
@@ -87,7 +94,14 @@ ARMS = {
     "dcnv2": OF_OTHERS,
     "lightgbm": {BASE: ("model=din", "tracking.tags=[lightgbm]")},
 }
-FIRST = (BASE, "lr 0.002, dropout", "dropout")  # arms whose seeds do not wait for other arms
+OF_STATISTICS = re.compile(f"{NO_STATISTICS}|grouped|bent")  # arms of logs that have them
+FIRST = (
+    BASE,
+    "lr 0.002, dropout",
+    "dropout",
+    NO_STATISTICS,
+    "ages, lr 0.002, dropout",
+)  # arms whose seeds do not wait for other arms
 
 
 Job = dict[str, Any]
@@ -248,7 +262,7 @@ def jobs(logs: list[str], models: list[str], arms: list[str], seeds: list[int], 
         for arm in names
         for model in models
         for log in logs
-        if arm in ARMS[model] and (log != "ids" or not ("bent" in arm or "grouped" in arm))  # which has no numbers
+        if arm in ARMS[model] and (log in GENERATED or not OF_STATISTICS.match(arm))
     ]
     return [
         {

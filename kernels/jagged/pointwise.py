@@ -66,7 +66,9 @@ def jagged_linear(
         if tensor is not None and tensor.shape[-1] != weight.shape[0]:
             raise ValueError(f"{name} {tuple(tensor.shape)} does not fit weight {tuple(weight.shape)}")
     x, weight, bias, row_bias = dispatch.autocast_operands(x=x, weight=weight, bias=bias, row_bias=row_bias)
-    return dispatch.choose("jagged_linear", backend, x)(x, offsets, weight, bias, row_bias, activation)
+    width, inner = weight.shape
+    chosen = dispatch.choose("jagged_linear", backend, x, inner=inner, width=width)
+    return chosen(x, offsets, weight, bias, row_bias, activation)
 
 
 def _check_names(op: str, activation: str) -> None:

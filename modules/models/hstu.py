@@ -53,7 +53,7 @@ class HSTULayer(nn.Module):
         self.num_heads, self.head_dim = num_heads, head_dim(dim, num_heads)
         self.max_length = max_length
         self.scale = self.head_dim**-0.5 if scale is None else scale
-        self.masks = {"contextual": contextual, "prefix": prefix, "window": (window, 0)}
+        self.masks: dict[str, Any] = {"contextual": contextual, "prefix": prefix, "window": (window, 0)}
         self.max_targets = max_targets
         self.epsilon, self.by_row = epsilon, divide_by == "length"
         self.project = nn.Linear(dim, 4 * dim)

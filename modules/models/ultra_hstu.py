@@ -134,9 +134,8 @@ class UltraHSTU(RequestVectors, nn.Module):
         for layer, count in zip(self.layers, self.newest, strict=True):
             if count:
                 num_rows = front.shape[0]
-                own, values, last = x[rows.places].split(
-                    [x.shape[0] - len(times) - len(targets), len(times), len(targets)]
-                )
+                sizes = [x.shape[0] - times.shape[0] - targets.shape[0], times.shape[0], targets.shape[0]]
+                own, values, last = x[rows.places].split(sizes)
                 index, offsets = newest(offsets[: num_rows + 1], times.shape[0], count)
                 times = times[index]
                 own = F.pad(own[: num_rows * self.front], (0, 0, 0, num_rows * self.front))  # of spare rows

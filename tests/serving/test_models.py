@@ -22,6 +22,7 @@ from modules.models.onetrans import OneTransConfig
 from modules.models.sasrec import SASRec
 from modules.models.token_mixing import TokenMixingConfig
 from modules.models.two_tower import TwoTower
+from modules.models.ultra_hstu import UltraHSTUConfig
 from modules.models.wukong import Wukong
 from modules.pretrained import PretrainedModel
 from tests.serving.conftest import MOST, Rows
@@ -62,6 +63,7 @@ OF_ITEMS = {
     "token_mixing of heads": TokenMixingConfig(
         **MIXING, num_layers=1, sequences="heads", tokens="split", merge_events=True
     ),
+    "ultra_hstu": UltraHSTUConfig(dim=8, token_dim=8, window=2, time_buckets=4, layers=[{}, {"newest": 3}]),
     "onetrans": OneTransConfig(dim=8, token_dim=16, last_events=2, length_multiple=1, request_tokens=2, num_layers=2),
 }
 ALL = TRACED | EAGER | OF_ITEMS

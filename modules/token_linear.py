@@ -151,8 +151,9 @@ class TokenFeedForward(Quantizable):
         return _product(x, weight, None, self.recipe, self.per_token)
 
     def _is_one_operator(self, like: Tensor) -> bool:
-        could = self._could_be_one_operator() and self.w_out is not None
-        return could and is_fused(like, self.w_in, self.w_out, self.recipe)
+        if not self._could_be_one_operator() or self.w_out is None:
+            return False
+        return is_fused(like, self.w_in, self.w_out, self.recipe)
 
     def _could_be_one_operator(self) -> bool:
         return self.per_token and self.activation == "swiglu" and self.b_in is None

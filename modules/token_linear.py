@@ -151,7 +151,7 @@ class TokenFeedForward(Quantizable):
         return _product(x, weight, None, self.recipe, self.per_token)
 
     def _is_one_operator(self, like: Tensor) -> bool:
-        if self.w_out is None or not self._could_be_one_operator():
+        if not self._could_be_one_operator() or self.w_out is None:
             return False
         return is_fused(like, self.w_in, self.w_out, self.recipe)
 

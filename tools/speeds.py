@@ -13,9 +13,11 @@ that could not end in time, and `--tiny` adds each arm's `tiny` overrides: a reh
 
 writes the lines as one document, with what they have in common once.
 
-All arms run in one process a rank, which spares them imports and kernels that are compiled already. It is replaced
-when an arm has failed, has run out of time, has other ranks, or has left memory behind on the device that would count
-for the next one. A process that hangs writes where to its log, OUT.RANK.log.
+All arms of one rank run in one process, which spares them imports and kernels that are compiled already. It is replaced
+when an arm has failed, has run out of time, or has left memory behind on the device that would count for the next one.
+Arms of several ranks have processes of their own, which import while the arm before runs: what another model has left
+in streams and communicators can make two ranks wait for each other. A process that hangs writes where to its log,
+OUT.RANK.log.
 """
 
 from __future__ import annotations
@@ -46,8 +48,10 @@ LEAST = 20
 """Seconds that are left, below which no arm begins."""
 SLOWER = 4
 """Times that CPUs which others use, too, take for a rehearsal."""
-SAID = 60
-"""Last lines of a log that a failed arm keeps."""
+SAID = 400
+"""Last lines of a log in which a failed arm's error is looked for."""
+IDLE = ("/multiprocessing/", "_pin_memory_loop", "heartbeat.py", "<no Python frame>")
+"""What only waits, among the stacks of a process that hangs."""
 WORKER, JSON = "--worker", "--json"
 COMMAND = [sys.executable, "-u", "-m", "tools.speeds"]
 Row = dict[str, Any]
@@ -126,6 +130,8 @@ def work(file: Path) -> None:
     from train.record import versions
 
     first = os.environ.get("RANK", "0") == "0"
+    if several := "RANK" in os.environ:
+        prepare()
     for number, line in enumerate(sys.stdin):
         arm, held, started = json.loads(line), memory(), time.monotonic()
         faulthandler.dump_traceback_later(max(1, arm.pop("until") - 3 - time.time()))
@@ -133,7 +139,7 @@ def work(file: Path) -> None:
             row = measure(arm)
         except Exception as error:
             traceback.print_exc()
-            if number or arm.get("ranks", 1) > 1:  # perhaps for what an earlier arm has left behind, or on one rank
+            if number or several:  # perhaps for what an earlier arm has left behind, or on one rank
                 os._exit(1)  # at once: other ranks may wait for this one
             row = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
         faulthandler.cancel_dump_traceback_later()
@@ -141,8 +147,16 @@ def work(file: Path) -> None:
         about = {"held_before_bytes": held, "seconds": seconds, "device": _device(), "versions": versions.collect()}
         if first:
             append(file, arm | row | about)
-        if "error" in row or memory() > LEFT_BEHIND:
+        if "error" in row or several or memory() > LEFT_BEHIND:
             os._exit(0)  # without waiting for other ranks
+
+
+def prepare() -> None:
+    """Import what an arm needs, here and in the process that loaders' workers are forked from."""
+    import tools.layouts  # noqa: F401
+    from train.data.loading.loader import _process_starter
+
+    _process_starter()
 
 
 def _device() -> str:
@@ -184,6 +198,7 @@ class Worker:
     def run(self, arm: Row) -> str:
         """Measure; returns why there is no row, or nothing."""
         before, end = len(rows_of(self.file)), time.monotonic() + arm["limit"]
+        self._begun = [log.stat().st_size for log in self._logs]
         try:
             for process in self._processes:
                 assert process.stdin is not None
@@ -205,8 +220,14 @@ class Worker:
         return f"took more than {arm['limit']} seconds"
 
     def said(self) -> list[str]:
-        """The last lines of each rank's log."""
-        return [line for log in self._logs for line in log.read_text(errors="replace").splitlines()[-SAID:]]
+        """The end of each rank's log, without threads that only wait."""
+        texts = [
+            log.read_bytes()[begin:].decode(errors="replace")
+            for log, begin in zip(self._logs, self._begun, strict=True)
+        ]
+        ends = ["\n".join(text.splitlines()[-SAID:]) for text in texts]
+        parts = [part for end in ends for part in end.split("\n\n") if not any(each in part for each in IDLE)]
+        return [line for part in parts for line in part.splitlines()]
 
     def stop(self) -> None:
         for process in self._processes:
@@ -232,17 +253,22 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("arms", type=Path)
     parser.add_argument("--group")
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--but", type=Path, help="a document of --json whose measured arms are left out")
     parser.add_argument("--tiny", action="store_true")
     chosen = parser.parse_args(arguments)
     file, last = chosen.file, time.monotonic() + chosen.seconds
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through `finally`
+    measured = json.loads(chosen.but.read_text())["rows"] if chosen.but else []
+    left_out = {row["name"] for row in measured if "error" not in row}
+    arms = [
+        arm for arm in arms_of(chosen.arms) if chosen.group in (None, arm.get("group")) and arm["name"] not in left_out
+    ]
     worker: Worker | None = None
+    spare: Worker | None = None
     try:
-        for arm in arms_of(chosen.arms):
+        for arm in arms:
             failed = {row["name"]: "error" in row for row in rows_of(file)}
             if arm["name"] in failed or not failed.get(arm.get("if_failed"), True):
-                continue
-            if chosen.group not in (None, arm.get("group")):
                 continue
             if (left := last - time.monotonic()) < LEAST:
                 print(f"{arm['name']}: no time left", flush=True)
@@ -251,10 +277,15 @@ def main(arguments: list[str]) -> None:
             arm["overrides"] += tiny if chosen.tiny else []
             arm["limit"] = min(arm["limit"] * (SLOWER if chosen.tiny else 1), left)
             while True:
-                if worker is not None and worker.ranks != ranks:
+                if worker is not None and (ranks > 1 or worker.ranks != ranks):
                     worker.stop()
                 if worker is None or worker.ended:
-                    worker = Worker(file, ranks)
+                    if spare is not None and spare.ranks == ranks:
+                        worker, spare = spare, None
+                    else:
+                        worker = Worker(file, ranks)
+                if ranks > 1 and spare is None:
+                    spare = Worker(file, ranks)
                 fresh = not worker.measured
                 failure = worker.run(arm)
                 if not failure or fresh or not worker.ended or failure.startswith("took"):
@@ -264,8 +295,9 @@ def main(arguments: list[str]) -> None:
                 print(*worker.said(), sep="\n")
             print(_shown(rows_of(file)[-1]), flush=True)
     finally:
-        if worker is not None:
-            worker.stop()
+        for each in (worker, spare):
+            if each is not None:
+                each.stop()
 
 
 def _shown(row: Row) -> str:

@@ -16,8 +16,8 @@ writes the lines as one document, with what they have in common once.
 All arms of one rank run in one process, which spares them imports and kernels that are compiled already. It is replaced
 when an arm has failed, has run out of time, or has left memory behind on the device that would count for the next one.
 Arms of several ranks have processes of their own, which import while the arm before runs: what another model has left
-in streams and communicators can make two ranks wait for each other. A process that hangs writes where to its log,
-OUT.RANK.log.
+in streams and communicators can make two ranks wait for each other. `stays: true` keeps them for the next arm. A process
+that hangs writes where to its log, OUT.RANK.log.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def work(file: Path) -> None:
         about = {"held_before_bytes": held, "seconds": seconds, "device": _device(), "versions": versions.collect()}
         if first:
             append(file, arm | row | about)
-        if "error" in row or several or memory() > LEFT_BEHIND:
+        if "error" in row or (several and not arm.get("stays")) or memory() > LEFT_BEHIND:
             os._exit(0)  # without waiting for other ranks
 
 
@@ -265,6 +265,7 @@ def main(arguments: list[str]) -> None:
     ]
     worker: Worker | None = None
     spare: Worker | None = None
+    stays = False
     try:
         for arm in arms:
             failed = {row["name"]: "error" in row for row in rows_of(file)}
@@ -277,7 +278,7 @@ def main(arguments: list[str]) -> None:
             arm["overrides"] += tiny if chosen.tiny else []
             arm["limit"] = min(arm["limit"] * (SLOWER if chosen.tiny else 1), left)
             while True:
-                if worker is not None and (ranks > 1 or worker.ranks != ranks):
+                if worker is not None and ((ranks > 1 and not stays) or worker.ranks != ranks):
                     worker.stop()
                 if worker is None or worker.ended:
                     if spare is not None and spare.ranks == ranks:
@@ -290,6 +291,7 @@ def main(arguments: list[str]) -> None:
                 failure = worker.run(arm)
                 if not failure or fresh or not worker.ended or failure.startswith("took"):
                     break
+            stays = arm.get("stays", False)
             if failure:
                 append(file, arm | {"error": failure, "said": worker.said()})
                 print(*worker.said(), sep="\n")

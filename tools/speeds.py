@@ -16,7 +16,7 @@ writes the lines as one document, with what they have in common once.
 All arms of one rank run in one process, which spares them imports and kernels that are compiled already. It is replaced
 when an arm has failed, has run out of time, or has left memory behind on the device that would count for the next one.
 Arms of several ranks have processes of their own, which import while the arm before runs: what another model has left
-in streams and communicators can make two ranks wait for each other. `stays: true` keeps them for the next arm. A process
+in streams and communicators can make two ranks wait for each other. `stays: true` keeps them for the next arm. One
 that hangs writes where to its log, OUT.RANK.log.
 """
 

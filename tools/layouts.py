@@ -58,6 +58,7 @@ class LayoutRun(SpeedRun):
 
     def _step(self, batches: Iterator[RequestBatch]) -> None:
         super()._step(batches)
+        print(f"step {self.progress.step}", flush=True)  # where a run that hangs was
         if self.world.device.type == "cuda":
             self.ends.append(torch.cuda.Event(enable_timing=True))
             self.ends[-1].record()
@@ -134,28 +135,43 @@ def fill_tables(state: dict[str, Any]) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: each layout beside its model on one GPU, with as many requests a GPU (efficiency) or a step (loss)."""
-    by_name = {row["name"]: row for row in rows}
+    """Markdown: each layout beside its model on one GPU, with as many requests a GPU (efficiency) or a step (loss).
+
+    What efficiency four and eight GPUs of a host would have is computed: of N equal parts of what is exchanged, a rank
+    sends N - 1, and all the time that two ranks lose is this exchange's.
+    """
+    by_name = {row["name"]: row for row in rows if "error" not in row}
     lines = [
-        "| model | layout | examples/s | efficiency | peak memory | NCCL alone | loss | first steps |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | layout | examples/s | efficiency | of 4, 8 | peak memory | NCCL alone | loss, last | first |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         model, layout = row["name"].split(", ", 1)
         if "error" in row:
-            lines.append(f"| {model} | {layout} | {row['error'].splitlines()[-1]} | | | | | |")
+            lines.append(f"| {model} | {layout} | {row['error'].splitlines()[-1]} | | | | | | |")
             continue
         one, whole = by_name.get(f"{model}, one GPU"), by_name.get(f"{model}, one GPU, whole batch")
         one, whole = one or whole, by_name.get(f"{model}, {row['loss_as']}") if "loss_as" in row else whole
         spent = max((rank["breakdown"].get("communication alone", 0.0) for rank in row["each_rank"]), default=0.0)
         peak = max(rank["peak_memory_bytes"] for rank in row["each_rank"])
-        share = f"{rate(row) / row['ranks'] / rate(one):.1%}" if one and "error" not in one else ""
-        last, first = gaps(row, whole) if whole and "error" not in whole else ("", "")
+        share, more, last, first = "", "", "", ""
+        if row["ranks"] == 2 and one:
+            efficiency = rate(row) / 2 / rate(one)
+            lost = 1 / efficiency - 1
+            share = f"{efficiency:.1%}"
+            more = ", ".join(f"{1 / (1 + lost * 2 * (ranks - 1) / ranks):.0%}" for ranks in (4, 8))
+        if whole and whole is not row and requests(whole) == requests(row):
+            last, first = gaps(row, whole)
         lines.append(
-            f"| {model} | {layout} | {rate(row):,.0f} | {share} | {peak / GIB:.1f} GiB | {spent:.1f} of "
+            f"| {model} | {layout} | {rate(row):,.0f} | {share} | {more} | {peak / GIB:.1f} GiB | {spent:.1f} of "
             f"{row['step_ms']:.1f} ms | {last} | {first} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def requests(row: dict[str, Any]) -> int:
+    """Of a step, on all ranks."""
+    return round(row["requests_per_s"] / row["steps_per_s"])
 
 
 def rate(row: dict[str, Any]) -> float:

@@ -2,7 +2,7 @@
 
 *balance*: the largest cost of a rank over the mean, of requests in order and as `parallel.balance` deals them. Lengths
 are those of the synthetic stream, log-normal for each event type, costs the FLOPs of the architecture. *fit*: what
-`doctor` counts for a rank. *dense_parameters*: of the model of layouts_h200.json. *waiting*: the shares of looked-up
+`doctor` counts for a rank. *dense_parameters*: of the model of two_gpus_h200.json. *waiting*: the shares of looked-up
 rows, and of different ones, that the batch before has, too, whose update they wait for.
 """
 

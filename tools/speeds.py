@@ -14,9 +14,11 @@ arm's `tiny` overrides: a rehearsal on CPUs.
 
 writes the lines as one document, with what they have in common once.
 
-All arms run in one process a rank, which spares them imports and kernels that are compiled already. It is replaced
-when an arm has failed, has run out of time, has other ranks, or has left memory behind on the device that would count
-for the next one. A process that hangs writes where to its log, OUT.RANK.log.
+All arms of one rank run in one process, which spares them imports and kernels that are compiled already. It is replaced
+when an arm has failed, has run out of time, or has left memory behind on the device that would count for the next one.
+Arms of several ranks have processes of their own, which import while the arm before runs: what another model has left
+in streams and communicators can make two ranks wait for each other. `stays: true` keeps them for the next arm. One
+that hangs writes where to its log, OUT.RANK.log.
 """
 
 from __future__ import annotations
@@ -47,8 +49,10 @@ LEAST = 20
 """Seconds that are left, below which no arm begins."""
 SLOWER = 4
 """Times that CPUs which others use, too, take for a rehearsal."""
-SAID = 60
-"""Last lines of a log that a failed arm keeps."""
+SAID = 400
+"""Last lines of a log in which a failed arm's error is looked for."""
+IDLE = ("/multiprocessing/", "_pin_memory_loop", "heartbeat.py", "<no Python frame>")
+"""What only waits, among the stacks of a process that hangs."""
 WORKER, JSON = "--worker", "--json"
 COMMAND = [sys.executable, "-u", "-m", "tools.speeds"]
 Row = dict[str, Any]
@@ -135,6 +139,8 @@ def work(file: Path) -> None:
     from train.record import versions
 
     first = os.environ.get("RANK", "0") == "0"
+    if several := "RANK" in os.environ:
+        prepare()
     for number, line in enumerate(sys.stdin):
         arm, held, started = json.loads(line), memory(), time.monotonic()
         faulthandler.dump_traceback_later(max(1, arm.pop("until") - 3 - time.time()))
@@ -142,7 +148,7 @@ def work(file: Path) -> None:
             row = measure(arm)
         except Exception as error:
             traceback.print_exc()
-            if number or arm.get("ranks", 1) > 1:  # perhaps for what an earlier arm has left behind, or on one rank
+            if number or several:  # perhaps for what an earlier arm has left behind, or on one rank
                 os._exit(1)  # at once: other ranks may wait for this one
             row = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
         faulthandler.cancel_dump_traceback_later()
@@ -150,8 +156,16 @@ def work(file: Path) -> None:
         about = {"held_before_bytes": held, "seconds": seconds, "device": _device(), "versions": versions.collect()}
         if first:
             append(file, arm | row | about)
-        if "error" in row or memory() > LEFT_BEHIND:
+        if "error" in row or (several and not arm.get("stays")) or memory() > LEFT_BEHIND:
             os._exit(0)  # without waiting for other ranks
+
+
+def prepare() -> None:
+    """Import what an arm needs, here and in the process that loaders' workers are forked from."""
+    import tools.layouts  # noqa: F401
+    from train.data.loading.loader import _process_starter
+
+    _process_starter()
 
 
 def _device() -> str:
@@ -193,6 +207,7 @@ class Worker:
     def run(self, arm: Row) -> str:
         """Measure; returns why there is no row, or nothing."""
         before, end = len(rows_of(self.file)), time.monotonic() + arm["limit"]
+        self._begun = [log.stat().st_size for log in self._logs]
         try:
             for process in self._processes:
                 assert process.stdin is not None
@@ -214,8 +229,14 @@ class Worker:
         return f"took more than {arm['limit']} seconds"
 
     def said(self) -> list[str]:
-        """The last lines of each rank's log."""
-        return [line for log in self._logs for line in log.read_text(errors="replace").splitlines()[-SAID:]]
+        """The end of each rank's log, without threads that only wait."""
+        texts = [
+            log.read_bytes()[begin:].decode(errors="replace")
+            for log, begin in zip(self._logs, self._begun, strict=True)
+        ]
+        ends = ["\n".join(text.splitlines()[-SAID:]) for text in texts]
+        parts = [part for end in ends for part in end.split("\n\n") if not any(each in part for each in IDLE)]
+        return [line for part in parts for line in part.splitlines()]
 
     def stop(self) -> None:
         for process in self._processes:
@@ -226,7 +247,7 @@ class Worker:
 
 def together(rows: list[Row]) -> Row:
     """The rows without what all of them have in common, which stands before them."""
-    common = {name: row[name] for row in rows for name in ("device", "versions") if name in row}  # of the last
+    common: Row = {name: row[name] for row in rows for name in ("device", "versions") if name in row}  # of the last
     rows = [{name: value for name, value in row.items() if common.get(name) != value} for row in rows]
     return {"command": "python -m tools.speeds", **common, "rows": rows}
 
@@ -242,17 +263,22 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("parts", nargs="*")
     parser.add_argument("--group")
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--but", type=Path, help="a document of --json whose measured arms are left out")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)
     file, last = options.file, time.monotonic() + options.seconds
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through `finally`
+    measured = json.loads(options.but.read_text())["rows"] if options.but else []
+    left_out = {row["name"] for row in measured if "error" not in row}
+    group = [arm for arm in arms_of(options.arms) if options.group in (None, arm.get("group"))]
+    arms = [arm for arm in chosen(group, options.parts) if arm["name"] not in left_out]
     worker: Worker | None = None
+    spare: Worker | None = None
+    stays = False
     try:
-        for arm in chosen(arms_of(options.arms), options.parts):
+        for arm in arms:
             failed = {row["name"]: "error" in row for row in rows_of(file)}
             if arm["name"] in failed or not failed.get(arm.get("if_failed"), True):
-                continue
-            if options.group not in (None, arm.get("group")):
                 continue
             if (left := last - time.monotonic()) < LEAST:
                 print(f"{arm['name']}: no time left", flush=True)
@@ -261,21 +287,28 @@ def main(arguments: list[str]) -> None:
             arm["overrides"] += tiny if options.tiny else []
             arm["limit"] = min(arm["limit"] * (SLOWER if options.tiny else 1), left)
             while True:
-                if worker is not None and worker.ranks != ranks:
+                if worker is not None and ((ranks > 1 and not stays) or worker.ranks != ranks):
                     worker.stop()
                 if worker is None or worker.ended:
-                    worker = Worker(file, ranks)
+                    if spare is not None and spare.ranks == ranks:
+                        worker, spare = spare, None
+                    else:
+                        worker = Worker(file, ranks)
+                if ranks > 1 and spare is None:
+                    spare = Worker(file, ranks)
                 fresh = not worker.measured
                 failure = worker.run(arm)
                 if not failure or fresh or not worker.ended or failure.startswith("took"):
                     break
+            stays = arm.get("stays", False)
             if failure:
                 append(file, arm | {"error": failure, "said": worker.said()})
                 print(*worker.said(), sep="\n")
             print(_shown(rows_of(file)[-1]), flush=True)
     finally:
-        if worker is not None:
-            worker.stop()
+        for each in (worker, spare):
+            if each is not None:
+                each.stop()
 
 
 def _shown(row: Row) -> str:

@@ -57,7 +57,7 @@ def test_a_process_that_dies_or_hangs_is_replaced_and_the_rest_measured(
 
 
 ARMS = sorted((speeds.CONFIGS.parent / "docs" / "performance").glob("*_arms.yaml"))
-LONG = "layouts_arms.yaml"  # a composition takes half a second
+LONG = "two_gpus_arms.yaml"  # a composition takes half a second
 
 
 @pytest.mark.parametrize(

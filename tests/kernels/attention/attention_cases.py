@@ -89,8 +89,9 @@ def table_gradients(pairs: int) -> Tolerance:
 def gradients(rows: int) -> Tolerance:
     return Tolerance(
         "the gradient of a score is p * (dp - sum p dp): dp and the sum are rounded at about five times the size of "
-        f"their difference, which counts as 25 roundings; sums over up to {rows} rows",
-        roundings=25,
+        "their difference, which counts as 25 roundings, and 40 where a query sees one key and the difference is 0; "
+        f"sums over up to {rows} rows",
+        roundings=40,
         reduction=rows,
     )
 

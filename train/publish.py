@@ -30,12 +30,12 @@ import fsspec
 import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from modules.managed_local import OF_TRAINING
+from modules.pretrained import save_tensors
 from train.process.distributed import World
 from train.process.files import summed, write_json
 
@@ -176,7 +176,7 @@ class Publisher:
 
     def _write(self, changed: dict[str, Tensor]) -> dict[str, dict[str, int]]:
         name = f"{self.version:08d}.{self.world.rank if self.world else 0}.safetensors"
-        return {name: self.place.put(name, partial(save_file, changed))}
+        return {name: self.place.put(name, partial(save_tensors, changed))}
 
     def _conclude(self, about: dict[str, Any]) -> dict[str, Any]:
         self.place.put(f"{self.version:08d}{MANIFEST}", partial(write_json, value=about))

@@ -89,8 +89,10 @@ def test_a_model_is_exported_and_scores(
         assert about["eager"]
     else:
         assert (about["program"], about["eager"]) == ("model.pt2", None)
-    service = Service.from_pretrained(folder)
-    assert service.scorer.traced == (name not in EAGER)
+    service = Service.from_pretrained(folder, 0 if name in EAGER else 1 << 20)
+    scorer, sides = service.scorer, service.scorer.user_sides
+    scorer.user_sides = None
+    assert scorer.traced == (name not in EAGER)
     numbers = [90, 3, 60]
     with torch.no_grad():
         expected = model(rows.batch(numbers)).sigmoid()
@@ -99,6 +101,13 @@ def test_a_model_is_exported_and_scores(
     for predictions in (together, alone):
         columns = [[value for each in predictions for value in each[task]] for task in service.tasks]
         torch.testing.assert_close(torch.tensor(columns).T, expected, atol=1e-5, rtol=1e-4)
+    for number in numbers if sides else []:
+        fresh = scorer(rows.batch([number]))
+        scorer.user_sides = sides
+        assert torch.equal(scorer(rows.batch([number])), fresh)  # computed in two halves
+        assert torch.equal(scorer(rows.batch([number])), fresh)  # the first one kept
+        scorer.user_sides = None
+    assert sides is None or (sides.hits, sides.misses) == (3, 3)
     assert service([{**rows.request(3), "candidates": []}]) == [{task: [] for task in service.tasks}]
 
 

@@ -130,6 +130,7 @@ class Follower:
         with self._alone():
             for rows in reversed(self._before[1]):
                 rows.swap()
+            self._forget()
         self._about, self._before = before, None
         log.info("back at version %d", version)
 
@@ -180,8 +181,13 @@ class Follower:
             changes = self._changes(tensors, complete=about["previous"] is None)
         with self._alone():
             before = [change.swap() for change in changes]
+            self._forget()
         self._before, self._about = (self._about, before), dict(about)
         log.info("version %d, of step %d", about["version"], about["step"])
+
+    def _forget(self) -> None:
+        if self.scorer.user_sides is not None:
+            self.scorer.user_sides.clear()
 
     def _alone(self) -> Any:
         if self.scorer.device.type == "cuda":

@@ -105,6 +105,7 @@ def test_a_model_that_is_served_eagerly_keeps_none(ranking: Rows, exported: Expo
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_graphs_replay_both_halves_and_follow_new_weights(ranking: Rows, tmp_path: Path) -> None:
     spec = dataclasses.replace(ranking.source.spec, max_candidates=MOST)
     model = PretrainedModel(DCN, spec).eval().to("cuda")

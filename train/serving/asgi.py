@@ -78,6 +78,7 @@ class App:
         self.follower = follower
         if follower is not None:
             follower.start()
+        self._measured = [part for part in (follower, service.scorer.user_sides) if part is not None]
         self.service, self.metrics, self.draining = service, Metrics(), False
         self.most_waiting, self.most_bytes, self.most_requests = most_waiting, most_bytes, most_requests
         self.body_seconds, self.drain_seconds = body_seconds, drain_seconds
@@ -142,8 +143,7 @@ class App:
         if path == "/health":
             return JSON, _json({"status": "ok", "tasks": self.service.tasks})
         if path == "/metrics":
-            parts = (self.follower, self.service.scorer.user_sides)
-            gauges = {name: each for part in parts if part is not None for name, each in part.metrics().items()}
+            gauges = {name: each for part in self._measured for name, each in part.metrics().items()}
             return TEXT, self.metrics.text(gauges).encode()
         if path == "/ready":
             if self.draining:

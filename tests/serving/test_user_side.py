@@ -15,7 +15,6 @@ from modules.batch import RequestBatch
 from modules.config import ModelConfig
 from modules.models import MODELS
 from modules.models.baselines import DIN
-from modules.models.hstu import HSTU
 from modules.pretrained import PretrainedModel
 from tests.serving.conftest import MOST, Rows
 from train.commands.export import export_model
@@ -57,18 +56,6 @@ def test_another_request_history_or_number_has_another_user_side(ranking: Rows, 
         assert sides.misses == misses
     scorer(ranking.batch([3, 90]))  # several requests of a call are scored together
     assert (sides.hits, sides.misses) == (2, 4)
-
-
-def test_a_model_that_reads_how_old_events_are(next_items: Rows, exported: Export) -> None:
-    folder, _ = exported(HSTU.Config(dim=8, num_layers=1), next_items)
-    scorer = Scorer(folder, user_side_bytes=1 << 20)
-    assert scorer.user_sides is not None
-    batch = next_items.batch([90])
-    scorer(batch)
-    aged = scorer(later(batch, 10**6))
-    assert scorer.user_sides.hits == 0
-    scorer.user_sides = None
-    assert torch.equal(aged, scorer(later(batch, 10**6)))
 
 
 def test_what_is_kept_has_so_many_bytes_and_the_oldest_go(ranking: Rows) -> None:

@@ -25,9 +25,9 @@ FREE, USER, CANDIDATE = range(3)
 """What a node depends on: weights and constants; the request; candidates."""
 FRESH = ("new_full", "new_zeros", "new_empty", "empty", "empty_like", "zeros", "zeros_like", "full", "clone")
 """Operators whose results nothing else shares: they may be changed in place."""
-SHIFTED = ("cat", "scatter", "index", "index_select", "slice", "select", "flatten", "view")
-"""Operators on times whose results are other times, later by as much as all of those."""
-ORDER = ("argsort", "empty_like", "sym_size")
+SHIFTED = ("index", "index_select", "slice", "select", "flatten", "view")
+"""Operators whose results are times, later by as much as those of their first argument."""
+ORDER = ("argsort", "empty_like", "sym_size", "_assert_tensor_metadata")
 """Operators on times that give the same for times that are all later by as much."""
 
 Kept = list[Any]
@@ -47,7 +47,7 @@ class Halves:
         self._first, self._second = Replay(self._user, on_gpu), Replay(self._rest, on_gpu)
         self._copies = on_gpu  # what a graph gives is overwritten when it is replayed
         times = self._graph.placeholders[5::3]
-        self.by_age = any(_reads_values(program, node) for node in times)
+        self.by_age = _reads_age(program, times)
         """Whether it reads how old events are, and not only their order."""
 
     def user(self, request: Tensor, histories: Sequence[Tensor]) -> Kept:
@@ -166,18 +166,31 @@ def _is_context(node: Node) -> bool:
     return str(node.target) == "wrap_with_autocast"
 
 
-def _reads_values(module: GraphModule, node: Node) -> bool:
-    """Whether anything reads these times that would notice if all were later by as much."""
-    for reader in node.users:
-        if reader.op == "call_module" or _name(reader) in ORDER:
+def _reads_age(module: GraphModule, times: Sequence[Node]) -> bool:
+    """Whether anything that counts would notice if all of these inputs were later by as much."""
+    counts: set[Node] = set()
+    for node in reversed(module.graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        acts = node.op == "output" or (schema is not None and (schema.is_mutable or not schema.returns))
+        if acts or not counts.isdisjoint(node.users):
+            counts.add(node)
+    later: set[Any] = set(times)
+    for node in module.graph.nodes:
+        given, name = [each for each in node.all_input_nodes if each in later], _name(node)
+        if not given or node not in counts or node.op == "call_module" or name in ORDER:
             continue
-        if _is_context(reader):
-            inner = _attribute(module, str(reader.args[4].target))  # type: ignore[union-attr]
+        if _is_context(node):
+            inner: GraphModule = _attribute(module, str(node.args[4].target))
             inputs = [each for each in inner.graph.nodes if each.op == "placeholder"]
-            same = [each for each, given in zip(inputs, reader.args[5:], strict=True) if given is node]
-            if any(_reads_values(inner, each) for each in same):
+            if _reads_age(inner, [each for each, of in zip(inputs, node.args[5:], strict=True) if of in later]):
                 return True
-        elif reader.op != "call_function" or _name(reader) not in SHIFTED or _reads_values(module, reader):
+        elif (
+            (name == "cat" and later.issuperset(node.args[0]))
+            or (name in SHIFTED and given == [node.args[0]])
+            or (name == "scatter" and given == [node.args[3]])
+        ):
+            later.add(node)
+        else:
             return True
     return False
 

@@ -8,12 +8,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -99,7 +99,7 @@ class Follower:
         try:
             self._follow()
             self.error = None
-        except (OSError, ValueError, SafetensorError) as error:
+        except Exception as error:  # of stores, too: a thread that ended would leave the scorer to grow old in silence
             self.failures += 1
             if str(error) != self.error:
                 log.warning("version %s stays: %s", before, error)
@@ -189,10 +189,15 @@ class Follower:
         if self.scorer.user_sides is not None:
             self.scorer.user_sides.clear()
 
-    def _alone(self) -> Any:
-        if self.scorer.device.type == "cuda":
-            torch.cuda.synchronize(self.scorer.device)
-        return self.scorer.gate.closed()
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Without calls, and without what they have launched, on whatever stream."""
+        with self.scorer.gate.closed():
+            if self.scorer.device.type == "cuda":
+                torch.cuda.synchronize(self.scorer.device)
+            yield
+            if self.scorer.device.type == "cuda":
+                torch.cuda.synchronize(self.scorer.device)
 
     @torch.no_grad()
     def _changes(self, tensors: list[tuple[str, Tensor]], complete: bool) -> list[Rows]:

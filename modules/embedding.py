@@ -225,15 +225,22 @@ class LocalEmbedding(nn.Module):
     def forward(self, batch: RequestBatch) -> Tokens:
         if self.spec.num_vendor_tokens:
             _vendors(batch)
+        return self.assemble(self._look_up(self.spec.lookups(), batch.sparse), batch)
+
+    def candidates(self, batch: RequestBatch) -> Tensor:
+        """`Tokens.candidate` alone."""
+        lookups = [(feature.name, feature.table) for feature in self.spec.candidate]
+        return self.assemble.candidates(self._look_up(lookups, [batch.candidate_sparse]), batch)
+
+    def _look_up(self, lookups: Iterable[tuple[str, str]], parts: Sequence[KeyedJaggedTensor]) -> dict[str, _LookedUp]:
         first = [] if self.collection is None else [self.collection]
         collections = cast("Iterable[_Tables]", [*first, *self.further.values(), *self.managed.values()])
         collection_of = {table: collection for collection in collections for table in collection.tables}
-        ids = [feature for part in batch.sparse for feature in part.values().split(part.length_per_key())]
-        embedded = {
+        ids = [feature for part in parts for feature in part.values().split(part.length_per_key())]
+        return {
             name: _LookedUp(collection_of[table](table, of_feature).float())
-            for (name, table), of_feature in zip(self.spec.lookups(), ids, strict=True)
+            for (name, table), of_feature in zip(lookups, ids, strict=True)
         }
-        return self.assemble(embedded, batch)
 
 
 def _vendors(batch: RequestBatch) -> Vendors:
@@ -341,19 +348,23 @@ class TokenAssembly(nn.Module):
 
     def forward(self, embedded: Mapping[str, JaggedTensor | _LookedUp], batch: RequestBatch) -> Tokens:
         request = self._side(embedded, batch.request_sparse.lengths(), self.spec.request, batch.num_requests)
-        candidate = self._side(embedded, batch.candidate_sparse.lengths(), self.spec.candidate, batch.num_candidates)
         request += _vector_tokens(self.request_vectors, batch.request_dense)
-        candidate += _vector_tokens(self.candidate_vectors, batch.candidate_dense)
         if self.request_dense is not None:
             request.append(self.request_dense(batch.request_dense[:, : len(self.spec.request_dense)]))
         if self.any_request is not None:
             request.append(self.any_request.expand(batch.num_requests, -1))
-        if self.candidate_dense is not None:
-            candidate.append(self.candidate_dense(batch.candidate_dense[:, : len(self.spec.candidate_dense)]))
-        tokens = Tokens(_stacked(request), _stacked(candidate), self._histories(embedded, batch))
+        tokens = Tokens(_stacked(request), self.candidates(embedded, batch), self._histories(embedded, batch))
         if self.spec.num_vendor_tokens:
             tokens.vendor = self._vendor(embedded, _vendors(batch))
         return tokens
+
+    def candidates(self, embedded: Mapping[str, JaggedTensor | _LookedUp], batch: RequestBatch) -> Tensor:
+        """[C, n_candidate, d]"""
+        tokens = self._side(embedded, batch.candidate_sparse.lengths(), self.spec.candidate, batch.num_candidates)
+        tokens += _vector_tokens(self.candidate_vectors, batch.candidate_dense)
+        if self.candidate_dense is not None:
+            tokens.append(self.candidate_dense(batch.candidate_dense[:, : len(self.spec.candidate_dense)]))
+        return _stacked(tokens)
 
     def _vendor(self, embedded: Mapping[str, JaggedTensor | _LookedUp], vendors: Vendors) -> Tensor:
         tokens = self._side(embedded, vendors.sparse.lengths(), self.spec.vendor, vendors.num_vendors)

@@ -77,11 +77,19 @@ class PretrainedModel(RankingModel):
         folder.mkdir(parents=True, exist_ok=True)
         about = {"format": FORMAT, "model": dataclasses.asdict(self.config), "spec": dataclasses.asdict(self.spec)}
         aside = folder / f"{WEIGHTS}.partial"
-        save_file(_separate(self.state_dict()), aside, {"format": "pt"})
+        save_tensors(_separate(self.state_dict()), aside)
         os.replace(aside, folder / WEIGHTS)
         aside = folder / f"{CONFIG}.partial"
         aside.write_text(json.dumps(about, indent=1))
         os.replace(aside, folder / CONFIG)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """A safetensors file with the rights of other new files: its own writer gives it to its owner alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, {"format": "pt"})
+    path.chmod(mode)
 
 
 def load_embedding(folder: Path) -> LocalEmbedding:

@@ -10,9 +10,10 @@ to 10,000 candidates. Each row of OUT/latency.jsonl is appended when it is measu
 | `copied` | the same weights on a copy of the request for each candidate, made and on the GPU before the clock starts |
 | `launched` | `shared` without CUDA graphs |
 | `aoti` | the exported program, compiled by AOTInductor, by CUDA graphs |
+| `kept` | the exported program, with the user side kept from an earlier request (`user_side_bytes`), by CUDA graphs |
 | `plain` | `shared` with every operator in plain PyTorch, compiled by `torch.compile`, by CUDA graphs |
 
-The clock of a request starts with its batch in host memory and stops with its scores there. `parts` of a `shared` row
+The clock of a request starts with its batch in host memory and stops with its scores there. `parts` of `shared`
 are the lookup, by a CUDA graph of it; the user side: the architecture with one candidate; the candidate side: what it
 takes longer with all; the host: the rest.
 
@@ -33,12 +34,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from kernels.core import dispatch
 from modules.batch import RequestBatch, with_candidates
@@ -53,6 +56,7 @@ from train.data import build_source
 from train.process.files import write_json
 from train.record import versions
 from train.serving.scorer import Replayed, load_compiled
+from train.serving.user_side import Halves, Kept
 from train.speedup.replay import Replay
 
 MODELS = ("interformer_production", "kunlun", "gem")
@@ -60,7 +64,7 @@ CANDIDATES = (2048, 512, 10_000, 64)
 HISTORIES = (392, 40)
 """data.max_history of requests with about 2,000 and 200 events, over the ten types of data=production."""
 MOST = 10_000
-JOBS = [(name, serving) for serving in ("shared", "aoti", "plain") for name in MODELS]
+JOBS = [(name, serving) for serving in ("shared", "kept", "aoti", "plain") for name in MODELS]
 COMPILING = 60
 """Seconds after which a compiler is stopped."""
 ROUNDS, ROW_SECONDS = 200, 0.6
@@ -107,41 +111,67 @@ class Job:
         shapes += [(count, events) for count in counts[1:] for events in self.requests]
         about: dict[str, Any] = {}
         started = time.monotonic()
-        if self.serving == "aoti":
-            arch: Callable[..., Tensor] = self._compiled(about)
+        arch: Callable[..., Tensor] = self.arch(self.model.arch)
+        if self.serving in ("aoti", "kept"):
+            arch = self._exported(about)
         elif self.serving == "plain":
             dispatch.force("reference")
-            arch, shapes = torch.compile(self.arch(self.model.arch), dynamic=False), shapes[:2]
-        else:
-            arch = self.arch(self.model.arch)
-        graphed = Replayed(arch, self.spec, self.device)
+            arch, shapes = torch.compile(arch, dynamic=False), shapes[:2]
+        scores = {events: partial(self._score, Replayed(arch, self.spec, self.device)) for events in self.requests}
+        if self.serving == "kept":
+            halves = Halves(cast(GraphModule, arch), len(self.spec.histories), self.device)
+            scores = {events: partial(self._score_kept, halves, self._kept(halves, events)) for events in self.requests}
         for count, events in shapes if self.serving == "plain" else [(64, events) for events in self.requests]:
             with limited(COMPILING):
-                self._score(arch, self._batch(count, events))
+                scores[events](self._batch(count, events))
         about["ready_seconds"] = round(time.monotonic() - started, 1)
         ready()
         for count, events in shapes:
+            batch = self._batch(count, events)
             with turn(self.out):
-                self._row(self.serving, graphed, self._batch(count, events), count, events, about)
+                p50 = self._row(self.serving, scores[events], batch, count, events, about)
+                if self.serving == "shared" and p50 is not None and self.device.type == "cuda":
+                    with suppressed_to_row(self, "parts", count, events):
+                        self._write("parts", count, events, self._parts(scores[events].args[0], batch, events, p50))
             if self.serving == "shared" and count == counts[0]:
                 with turn(self.out):
                     self._copied(count, events)
-                    self._row("launched", arch, self._batch(count, events), count, events, {})
+                    self._row("launched", partial(self._score, arch), batch, count, events, {})
         for count, events in sorted(shapes[2:], key=np.prod) if self.serving == "shared" else []:
             with turn(self.out):
                 self._copied(count, events)
 
-    def _compiled(self, about: dict[str, Any]) -> Callable[..., Tensor]:
+    def _exported(self, about: dict[str, Any]) -> Callable[..., Tensor]:
         started = time.monotonic()
         with limited(COMPILING):
             batch = self._batch(1000, max(self.requests)).to(self.device)
             program = export_arch(self.model, batch, self.dtype, MOST)
             about["export_seconds"] = round(time.monotonic() - started, 1)
+            if self.serving == "kept":
+                return program.module()
             folder = self.out / f"{self.name}.aoti"
             folder.mkdir(exist_ok=True)
             write_program(program, folder / "model.pt2", True)
             about["compile_seconds"] = round(time.monotonic() - started, 1)
             return load_compiled(folder)
+
+    def _kept(self, halves: Halves, events: int) -> Kept:
+        batch = self._batch(1, events).to(self.device)
+        request, _, _, histories = scoring_inputs(self.model.embedding(batch), batch.candidate_offsets)
+        return halves.user(request, [part for event in self.spec.histories for part in histories[event.name]])
+
+    def _moved(self, batch: RequestBatch) -> RequestBatch:
+        """As the scorer does it."""
+        if batch.row.device.type != self.device.type:
+            for features in batch.sparse:
+                features.length_per_key()
+            batch = batch.to(self.device)
+        return batch
+
+    def _score_kept(self, halves: Halves, kept: Kept, batch: RequestBatch) -> Tensor:
+        batch = self._moved(batch)
+        candidate = self.model.local_embedding.candidates(batch)
+        return torch.sigmoid(halves.rest(kept, candidate, batch.candidate_offsets))
 
     def _batch(self, count: int, events: int) -> RequestBatch:
         return with_candidates(self.requests[events], count)
@@ -153,23 +183,22 @@ class Job:
             if count * events < 10**6:
                 shared = self._score(self.arch(self.model.arch), self._batch(count, events))
                 about["largest_difference"] = (self._score(self.copying, batch) - shared).abs().max().item()
-            self._row("copied", Replayed(self.copying, self.spec, self.device), batch, count, events, about)
+            score = partial(self._score, Replayed(self.copying, self.spec, self.device))
+            self._row("copied", score, batch, count, events, about)
 
     def _row(
-        self, serving: str, arch: Callable[..., Tensor], batch: RequestBatch, count: int, events: int, about: Any
-    ) -> None:
+        self, serving: str, score: Callable[..., Tensor], batch: RequestBatch, count: int, events: int, about: Any
+    ) -> float | None:
+        """The median milliseconds; None if it failed."""
+        p50 = None
         with suppressed_to_row(self, serving, count, events):
-            times = self._times(lambda: self._score(arch, batch).cpu())
+            times = self._times(lambda: score(batch).cpu())
             p50, p99 = np.quantile(times, (0.5, 0.99)).tolist()
-            row: dict[str, Any] = {"p50_ms": p50, "p99_ms": p99, "rounds": len(times)}
-            if serving == "shared" and self.device.type == "cuda":
-                try:
-                    row["parts"] = self._parts(arch, batch, events, p50)
-                except RuntimeError as error:
-                    row["parts"] = str(error)[:200]
-            self._write(serving, count, events, about | row | {"candidates_per_s": count / p50 * 1e3})
+            row = {"p50_ms": p50, "p99_ms": p99, "rounds": len(times), "candidates_per_s": count / p50 * 1e3}
+            self._write(serving, count, events, about | row)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        return p50
 
     def _write(self, serving: str, count: int, events: int, row: dict[str, Any]) -> None:
         named = {"model": self.name, "serving": serving, "candidates": count, "events": events}
@@ -177,10 +206,7 @@ class Job:
         append(self.out / FILE, named | rounded)
 
     def _score(self, arch: Callable[..., Tensor], batch: RequestBatch) -> Tensor:
-        if batch.row.device.type != self.device.type:
-            for features in batch.sparse:
-                features.length_per_key()  # as in the scorer
-            batch = batch.to(self.device)
+        batch = self._moved(batch)
         tokens = self.model.embedding(batch)
         return torch.sigmoid(arch(*scoring_inputs(tokens, batch.candidate_offsets)))
 

@@ -30,12 +30,12 @@ import fsspec
 import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from modules.managed_local import OF_TRAINING
+from modules.pretrained import save_tensors
 from train.process.distributed import World
 from train.process.files import summed, write_json
 
@@ -120,15 +120,20 @@ class Publisher:
         self._known: dict[tuple[str, int, int], Tensor] = {}  # fingerprints of the rows of this rank's parts
         self._base = self._since = self._count = 0  # bytes of the last base, bytes and number of versions after it
         self._based = False
-        if world is None or world.is_first:
-            place.clean()
-        versions = place.versions()
-        self.version = versions[-1] if versions else 0
-        if versions and (other := json.loads(place.text(f"{self.version:08d}{MANIFEST}"))["run"]) != run:
+        self.version = self._last() if world is None else world.by_first(self._last)
+
+    def _last(self) -> int:
+        self.place.clean()
+        versions = self.place.versions()
+        if not versions:
+            return 0
+        run = json.loads(self.place.text(f"{versions[-1]:08d}{MANIFEST}"))["run"]
+        if run != self.run:
             raise ValueError(
-                f"{place.root} holds what the run {other} has published, and this is {run}: name another folder, e.g. "
-                f"publish.to={place.root}-2"
+                f"{self.place.root} holds what the run {run} has published, and this is {self.run}: name another "
+                f"folder, e.g. publish.to={self.place.root}-2"
             )
+        return versions[-1]
 
     @torch.no_grad()
     def publish(self, state: Mapping[str, Any], step: int) -> dict[str, int]:
@@ -176,7 +181,7 @@ class Publisher:
 
     def _write(self, changed: dict[str, Tensor]) -> dict[str, dict[str, int]]:
         name = f"{self.version:08d}.{self.world.rank if self.world else 0}.safetensors"
-        return {name: self.place.put(name, partial(save_file, changed))}
+        return {name: self.place.put(name, partial(save_tensors, changed))}
 
     def _conclude(self, about: dict[str, Any]) -> dict[str, Any]:
         self.place.put(f"{self.version:08d}{MANIFEST}", partial(write_json, value=about))
@@ -190,7 +195,7 @@ class Publisher:
         """What `make` returns on all ranks, as one. OSError on all if it fails on one."""
         try:
             made, fault = make(), None
-        except OSError as error:
+        except Exception as error:  # stores have errors of their own; and the other ranks wait for this one
             made, fault = {}, error
         if self.world is not None and self.world.size > 1:
             found: list[Any] = [None] * self.world.size
@@ -198,7 +203,7 @@ class Publisher:
             made = {name: each for one, _ in found for name, each in one.items()}
             fault = fault or next((OSError(reason) for _, reason in found if reason), None)
         if fault is not None:
-            raise fault
+            raise OSError(f"{self.place.root}: {fault}") from fault
         return made
 
 

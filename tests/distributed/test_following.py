@@ -101,7 +101,9 @@ def test_every_row_is_taken_once(tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
     write(tmp_path / "log", 0)
     options = (*paths(tmp_path), "checkpoint.every=10", "checkpoint.async_save=false")
-    train_here(whole, *options, base=BASE, trainer=Writing)
+    train_here(whole, *options, "publish.every=1000", base=BASE, trainer=Writing)
+    published = [json.loads(each.read_text())["step"] for each in sorted((whole / "published").glob("*.json"))]
+    assert published == [8, 23]  # when it has used up the files that it knows
     assert seen(whole, 0, 8) == days(0)
     assert seen(whole, 8, 23) == days(1, 2)
     assert seen(whole, 23, 1000) == []

@@ -96,6 +96,7 @@ def test_served_is_trained_bit_for_bit(
         assert follower.look()
         assert (follower.version, follower.error) == (training.steps, None)
         assert_served(scorer, training.state)
+    assert len({file.stat().st_mode for file in [folder / "model.safetensors", *tmp_path.glob("published/*")]}) == 1
     assert late.look()
     assert_served(late.scorer, training.state)
     assert torch.equal(scores(scorer, ranking), served(training.state, folder, tmp_path, ranking))

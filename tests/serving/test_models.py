@@ -66,6 +66,8 @@ OF_ITEMS = {
     "ultra_hstu": UltraHSTUConfig(dim=8, token_dim=8, window=2, time_buckets=4, layers=[{}, {"newest": 3}]),
     "onetrans": OneTransConfig(dim=8, token_dim=16, last_events=2, length_multiple=1, request_tokens=2, num_layers=2),
 }
+BY_AGE = ("hstu", "kunlun", "sasrec")
+"""Models whose user side is known by how old events are: that of SASRec has their times, and makes nothing of them."""
 ALL = TRACED | EAGER | OF_ITEMS
 
 
@@ -91,8 +93,10 @@ def test_a_model_is_exported_and_scores(
         assert about["eager"]
     else:
         assert (about["program"], about["eager"]) == ("model.pt2", None)
-    service = Service.from_pretrained(folder)
-    assert service.scorer.traced == (name not in EAGER)
+    service = Service.from_pretrained(folder, 0 if name in EAGER else 1 << 20)
+    scorer, sides = service.scorer, service.scorer.user_sides
+    scorer.user_sides = None
+    assert scorer.traced == (name not in EAGER)
     numbers = [90, 3, 60]
     with torch.no_grad():
         expected = model(rows.batch(numbers)).sigmoid()
@@ -101,6 +105,17 @@ def test_a_model_is_exported_and_scores(
     for predictions in (together, alone):
         columns = [[value for each in predictions for value in each[task]] for task in service.tasks]
         torch.testing.assert_close(torch.tensor(columns).T, expected, atol=1e-5, rtol=1e-4)
+    if sides is not None:
+        first = rows.batch([90])
+        later = dataclasses.replace(first, request_time=first.request_time + 10**6)
+        for batch in (first, rows.batch([3]), later):
+            fresh = scorer(batch)
+            scorer.user_sides = sides
+            assert torch.equal(scorer(batch), fresh)  # computed in two halves
+            assert torch.equal(scorer(batch), fresh)  # the first one kept
+            scorer.user_sides = None
+        assert sides.hits + sides.misses == 6
+        assert sides.misses == (3 if name in BY_AGE else 2)
     assert service([{**rows.request(3), "candidates": []}]) == [{task: [] for task in service.tasks}]
 
 

@@ -78,6 +78,7 @@ class App:
         self.follower = follower
         if follower is not None:
             follower.start()
+        self._measured = [part for part in (follower, service.scorer.user_sides) if part is not None]
         self.service, self.metrics, self.draining = service, Metrics(), False
         self.most_waiting, self.most_bytes, self.most_requests = most_waiting, most_bytes, most_requests
         self.body_seconds, self.drain_seconds = body_seconds, drain_seconds
@@ -142,7 +143,8 @@ class App:
         if path == "/health":
             return JSON, _json({"status": "ok", "tasks": self.service.tasks})
         if path == "/metrics":
-            return TEXT, self.metrics.text(self.follower.metrics() if self.follower else {}).encode()
+            gauges = {name: each for part in self._measured for name, each in part.metrics().items()}
+            return TEXT, self.metrics.text(gauges).encode()
         if path == "/ready":
             if self.draining:
                 raise HTTPError(503, "the server stops")
@@ -237,6 +239,7 @@ def create_app() -> App:
     """The application of the export that GEMSMITH_EXPORT names.
 
     GEMSMITH_FOLLOW: the folder or URL of what its run publishes, which is looked at every GEMSMITH_FOLLOW_SECONDS (5);
+    GEMSMITH_USER_SIDE_BYTES: how much is kept of requests between calls (0), see `Scorer`;
     GEMSMITH_IMPORT: modules to import before, by commas, for a model of your own that could not be traced;
     GEMSMITH_THREADS, GEMSMITH_MOST_WAITING and so on: the settings of `App`.
     """
@@ -249,13 +252,15 @@ def create_app() -> App:
     for name, setting in inspect.signature(App).parameters.items():
         if setting.kind is not setting.KEYWORD_ONLY:
             continue
-        key = f"GEMSMITH_{name.upper()}"
-        given = os.environ.get(key, str(setting.default))
-        if not given.isdecimal() or not int(given):
-            raise ValueError(f"{key}={given} must be a number of at least 1, e.g. {key}={setting.default}")
-        settings[name] = int(given)
-    service = Service.from_pretrained(folder)
-    place, seconds = os.environ.get("GEMSMITH_FOLLOW"), os.environ.get("GEMSMITH_FOLLOW_SECONDS", "5")
-    if not seconds.isdecimal() or not int(seconds):
-        raise ValueError(f"GEMSMITH_FOLLOW_SECONDS={seconds} must be a number of at least 1, e.g. 5")
-    return App(service, Follower(service.scorer, place, int(seconds)) if place else None, **settings)
+        settings[name] = _number(name.upper(), setting.default)
+    service = Service.from_pretrained(folder, _number("USER_SIDE_BYTES", 0, least=0))
+    place, seconds = os.environ.get("GEMSMITH_FOLLOW"), _number("FOLLOW_SECONDS", 5)
+    return App(service, Follower(service.scorer, place, seconds) if place else None, **settings)
+
+
+def _number(name: str, default: float, least: int = 1) -> int:
+    key = f"GEMSMITH_{name}"
+    given = os.environ.get(key, str(default))
+    if not given.isdecimal() or int(given) < least:
+        raise ValueError(f"{key}={given} must be a number of at least {least}, e.g. {key}={default}")
+    return int(given)

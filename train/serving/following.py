@@ -8,12 +8,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -99,7 +99,7 @@ class Follower:
         try:
             self._follow()
             self.error = None
-        except (OSError, ValueError, SafetensorError) as error:
+        except Exception as error:  # of stores, too: a thread that ended would leave the scorer to grow old in silence
             self.failures += 1
             if str(error) != self.error:
                 log.warning("version %s stays: %s", before, error)
@@ -130,6 +130,7 @@ class Follower:
         with self._alone():
             for rows in reversed(self._before[1]):
                 rows.swap()
+            self._forget()
         self._about, self._before = before, None
         log.info("back at version %d", version)
 
@@ -180,13 +181,23 @@ class Follower:
             changes = self._changes(tensors, complete=about["previous"] is None)
         with self._alone():
             before = [change.swap() for change in changes]
+            self._forget()
         self._before, self._about = (self._about, before), dict(about)
         log.info("version %d, of step %d", about["version"], about["step"])
 
-    def _alone(self) -> Any:
-        if self.scorer.device.type == "cuda":
-            torch.cuda.synchronize(self.scorer.device)
-        return self.scorer.gate.closed()
+    def _forget(self) -> None:
+        if self.scorer.user_sides is not None:
+            self.scorer.user_sides.clear()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Without calls, and without what they have launched, on whatever stream."""
+        with self.scorer.gate.closed():
+            if self.scorer.device.type == "cuda":
+                torch.cuda.synchronize(self.scorer.device)
+            yield
+            if self.scorer.device.type == "cuda":
+                torch.cuda.synchronize(self.scorer.device)
 
     @torch.no_grad()
     def _changes(self, tensors: list[tuple[str, Tensor]], complete: bool) -> list[Rows]:

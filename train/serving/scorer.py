@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export.pt2_archive._package import AOTICompiledModel
+from torch.fx import GraphModule
 
 from modules.batch import FeatureSpec, RequestBatch
 from modules.embedding import Tokens
@@ -25,6 +26,7 @@ from modules.models.scoring import Sequences, VendorInputs, scoring_inputs, vend
 from modules.pretrained import PretrainedModel, is_importable, load_embedding, read_description
 from train.config.places import name_here
 from train.loss import TaskLosses
+from train.serving.user_side import Halves, UserSides
 from train.speedup.replay import Replay
 
 ABOUT = "export.json"
@@ -85,7 +87,9 @@ class Scorer:
     any other, load only one that you trust. Nothing else in the folder can run code.
     """
 
-    def __init__(self, folder: Path | str) -> None:
+    def __init__(self, folder: Path | str, user_side_bytes: int = 0) -> None:
+        """With `user_side_bytes`, what is computed of requests without their candidates is kept, up to so many, for
+        calls of one request in host memory that ask again; ValueError where that cannot be."""
         folder = Path(folder)
         about = read_about(folder)
         _import_operators(about["operators"])
@@ -110,6 +114,21 @@ class Scorer:
             self._loaded = load_compiled(folder) if about["compiled"] else _load_program(folder / PROGRAM)
             self._program = Replayed(self._loaded, self.spec, self.device)
         self._lock = threading.Lock()
+        self.user_sides: UserSides | None = None
+        if user_side_bytes:
+            self._halves = self._taken_apart(folder)
+            self.user_sides = UserSides(user_side_bytes, by_age=self._halves.by_age)
+
+    def _taken_apart(self, folder: Path) -> Halves:
+        reason = "it is served in eager PyTorch" if self._loaded is None else "it is compiled: export compile=false"
+        if self.spec.num_vendor_tokens:
+            reason = "it has vendors"
+        elif isinstance(self._loaded, GraphModule):
+            try:
+                return Halves(self._loaded, len(self.spec.histories), self.device)
+            except ValueError as error:
+                reason = str(error)
+        raise ValueError(f"no user sides are kept of {folder} ({reason}); use user_side_bytes=0")
 
     @property
     def traced(self) -> bool:
@@ -135,12 +154,32 @@ class Scorer:
         self._refuse_long(batch)
         if batch.num_candidates == 0:
             return torch.zeros(0, self.spec.num_outputs, device=self.device)
+        key = None
+        if self.user_sides is not None and batch.num_requests == 1 and batch.row.device.type == "cpu":
+            key = self.user_sides.key(batch)
         if batch.row.device.type != self.device.type:
             for features in batch.sparse:
                 features.length_per_key()  # remembered: after the move, it would be read from the device
             batch = batch.to(self.device)
         with self.gate.passing(), self._alone():
+            if key is not None:
+                return self.losses.predict(self._by_halves(key, batch))
             return self.losses.predict(self._logits(self.embedding(batch), batch))
+
+    def _by_halves(self, key: bytes, batch: RequestBatch) -> Tensor:
+        assert self.user_sides is not None
+        kept = self.user_sides.get(key)
+        if kept is None:
+            tokens = self.embedding(batch)
+            request, candidate, offsets, histories = scoring_inputs(tokens, batch.candidate_offsets)
+            kept = self._halves.user(request, [part for event in self.spec.histories for part in histories[event.name]])
+            self.user_sides.put(key, kept)
+        else:
+            candidate, offsets = self.embedding.candidates(batch), batch.candidate_offsets
+        count = candidate.shape[0]
+        if self.device.type == "cuda":
+            candidate, offsets = _rounded_up(candidate, self.max_candidates)
+        return self._halves.rest(kept, candidate, offsets)[:count]
 
     def weights(self) -> dict[str, list[Tensor]]:
         """Those that calls read, in place, by their names in training.

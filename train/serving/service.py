@@ -21,9 +21,9 @@ class Service:
         self.scorer, self.read = scorer, read
 
     @classmethod
-    def from_pretrained(cls, folder: Path | str) -> Self:
-        """ValueError for a folder that is no export of a run of data=events."""
-        return cls(Scorer(folder), RequestReader.from_pretrained(folder))
+    def from_pretrained(cls, folder: Path | str, user_side_bytes: int = 0) -> Self:
+        """`user_side_bytes`: see `Scorer`. ValueError for a folder that is no export of a run of data=events."""
+        return cls(Scorer(folder, user_side_bytes), RequestReader.from_pretrained(folder))
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -89,9 +89,7 @@ class Runs:
         return os.mkdir, (str(self.made),)
 
 
-@pytest.mark.reliability(
-    "an export whose `export.json` names a module of somebody else for its operators", "refused; nothing is imported"
-)
+@pytest.mark.reliability("an `export.json` that names a foreign module", "refused; nothing is imported")
 def test_operators_are_those_of_this_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "evil_operators.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)
@@ -103,9 +101,7 @@ def test_operators_are_those_of_this_project(tmp_path: Path, monkeypatch: pytest
     scorer._import_operators(["kernels.jagged", "json"])  # imported already, by whoever trusts it
 
 
-@pytest.mark.reliability(
-    "an export with code in the sample inputs or the constants of `model.pt2`", "refused; nothing is unpickled"
-)
+@pytest.mark.reliability("code in the sample inputs or constants of `model.pt2`", "refused; nothing is unpickled")
 def test_a_program_is_loaded_without_its_pickles(tmp_path: Path) -> None:
     program, made = tmp_path / "model.pt2", tmp_path / "made"
     torch.export.save(torch.export.export(torch.nn.Linear(2, 1), (torch.ones(3, 2),)), program)
@@ -126,9 +122,7 @@ def test_a_program_is_loaded_without_its_pickles(tmp_path: Path) -> None:
     assert scorer.WEIGHTS_ONLY not in os.environ
 
 
-@pytest.mark.reliability(
-    "a number of a request that is scored is NaN", "refused: request or candidate, feature and value"
-)
+@pytest.mark.reliability("a NaN in a request to score", "refused: request or candidate, feature and value")
 def test_numbers_that_are_not_finite_are_refused_by_name() -> None:
     source = build_source(SyntheticConfig(num_requests=20, eval_requests=2))
     batch = source.batch("test", np.array([0]))

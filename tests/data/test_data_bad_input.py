@@ -172,7 +172,7 @@ def test_wrong_types(tmp_path):
         build_source(config_of(tmp_path, files=[str(tmp_path / "[ab].parquet")]))
 
 
-@pytest.mark.reliability("data files that are empty, absent or cut short", "refused by their names")
+@pytest.mark.reliability("data files that are empty, absent or cut short", "refused by name")
 def test_files_that_are_empty_absent_or_cut_short(tmp_path):
     with pytest.raises(ValueError, match=r"events\.csv: the file is empty"):
         build_source(config_of(tmp_path, text=""))
@@ -193,9 +193,8 @@ def test_files_that_are_empty_absent_or_cut_short(tmp_path):
 
 
 @pytest.mark.reliability(
-    "a row group in the middle of a Parquet file is damaged: one byte of a page that has a checksum is flipped",
-    "named by file, row group and rows; with `data.bad_rows=skip` all other row groups are read, and its rows count "
-    "towards `data.max_skipped`",
+    "a flipped byte in a Parquet row group with checksums",
+    "named by file, row group and rows; `data.bad_rows=skip` reads the other groups and counts its rows",
 )
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_damaged_row_group_is_named_or_left_out(tmp_path, caplog, streamed):
@@ -223,7 +222,7 @@ def test_a_damaged_row_group_is_named_or_left_out(tmp_path, caplog, streamed):
     assert sorted(whole(source).row.tolist()) == [row for row in range(40) if not 8 <= row < 12]
 
 
-@pytest.mark.reliability("the preparation of data fails", "nothing of it stays")
+@pytest.mark.reliability("data preparation fails", "nothing of it stays")
 def test_failed_preparation_leaves_nothing_behind(tmp_path):
     with pytest.raises(ValueError, match="row 5"):
         build_source(config_of(tmp_path, with_row("1,9,1,x,1")))
@@ -239,7 +238,7 @@ def list_config(tmp_path, viewed: str, when: str, **changes) -> EventsConfig:
 
 
 @pytest.mark.parametrize("late", [100, 101])
-@pytest.mark.reliability("events of a history that lie after the request", "an error, or trimmed and counted")
+@pytest.mark.reliability("history events after the request", "an error, or trimmed and counted")
 def test_future_history_is_an_error_or_trimmed(tmp_path, caplog, late):
     times = f"5|{late}|7"
     with pytest.raises(ValueError, match=rf"row 2: column 'when' is 5\|{late}\|7, expected times before the row's own"):
@@ -287,7 +286,7 @@ def test_negative_and_unseen_ids_are_ids_like_others_or_unknown(tmp_path):
     assert 0 in whole(source, "test").candidate_sparse["item"].values().tolist()
 
 
-@pytest.mark.reliability("ids in the cache that no table has", "an error before a lookup reads beyond the table")
+@pytest.mark.reliability("cached ids that no table has", "an error before any lookup")
 def test_damaged_cache_is_caught_before_it_reaches_a_table(tmp_path):
     source = build_source(config_of(tmp_path))
     ids = np.load(source.folder / "candidate_ids.npy")
@@ -327,7 +326,7 @@ def test_no_label_at_all_and_no_training_row(tmp_path):
         build_source(config_of(tmp_path, ROWS[:1], split=[0.2, 0.4, 0.4]))
 
 
-@pytest.mark.reliability("a side table with a repeated key or a bad value", "named by file and row")
+@pytest.mark.reliability("a joined table with a repeated key or a bad value", "named by file and row")
 def test_joined_table_with_a_repeated_key_or_a_bad_value(tmp_path):
     side = tmp_path / "items.csv"
     joins = {"joins": [JoinConfig([str(side)], column="item")], "candidate_numeric": ["weight"]}
@@ -405,7 +404,8 @@ def test_other_sources(tmp_path):
 
 
 @pytest.mark.reliability(
-    "timestamps after the year 9999, weights and numbers of 1e300", "named by file and row, or skipped and counted"
+    "times after the year 9999, weights and numbers of 1e300",
+    "named by file and row, or skipped and counted",
 )
 @pytest.mark.parametrize(
     ("column", "value", "named"),
@@ -457,8 +457,8 @@ def test_text_times_beyond_the_year_9999_are_bad(text):
 
 
 @pytest.mark.reliability(
-    "a quote in a CSV file that is not closed, with `data.csv_quotes=true`",
-    "named by file and row, not with the rest of the file",
+    "an unclosed CSV quote, with `data.csv_quotes=true`",
+    "named by file and row, without the rest of the file",
 )
 def test_an_open_quote_does_not_print_the_rest_of_the_file(tmp_path):
     with pytest.raises(ValueError, match=r"events\.csv, row 5: a quote that nothing closes") as told:
@@ -466,7 +466,7 @@ def test_an_open_quote_does_not_print_the_rest_of_the_file(tmp_path):
     assert len(str(told.value)) < 600 + len(str(tmp_path))
 
 
-@pytest.mark.reliability("a copy of a data file under another name", "a warning names both: their rows count twice")
+@pytest.mark.reliability("a copy of a data file under another name", "a warning names both")
 def test_copies_of_files_are_told(tmp_path, caplog):
     config = config_of(tmp_path)
     (tmp_path / "other.csv").write_text((tmp_path / "events.csv").read_text().replace("0.1", "0.2"))

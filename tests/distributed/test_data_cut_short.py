@@ -30,8 +30,8 @@ class Cut(Trainer):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.reliability(
-    "a file of the prepared data is cut short while a run has it mapped",
-    "an error names it and the cache, no SIGBUS; started again, the run prepares the data anew and goes on",
+    "a prepared file is cut short while mapped",
+    "an error names it, no SIGBUS; a restart prepares the data anew and resumes",
 )
 def test_data_that_is_cut_short_is_named_and_prepared_anew(workers: int, tmp_path: Path) -> None:
     with (tmp_path / "rows.csv").open("w", newline="") as file:

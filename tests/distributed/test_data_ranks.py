@@ -39,7 +39,7 @@ def test_one_rank_prepares_and_together_they_read_everything(tmp_path):
     assert torch.equal(found.sort().values, expected.sort().values)
 
 
-@pytest.mark.reliability("the rank that prepares the data fails", "all ranks end with its error")
+@pytest.mark.reliability("the rank that prepares data fails", "all ranks end with its error")
 def test_what_stops_the_rank_that_prepares_is_the_error_of_all(tmp_path):
     (tmp_path / "log.csv").write_text("item,click\n1,1\n2,yes\n")
     run_ranks(read_bad_row, RANKS, tmp_path)
@@ -53,9 +53,8 @@ HANGS = 10 * PATIENCE
 
 
 @pytest.mark.reliability(
-    "the rank that prepares the data hangs, or is killed (SIGKILL)",
-    "the others end within `runtime.collective_timeout`, with an error that says so; where it hangs, it writes its "
-    "stacks. Preparation that makes progress may take any time",
+    "the rank that prepares data hangs or is killed",
+    "the others end within `runtime.collective_timeout`; a hung rank writes its stacks. Progress may take any time",
 )
 @pytest.mark.parametrize(
     ("prepare", "message"),

@@ -142,7 +142,7 @@ def _poisoned_batch(sparse: str) -> None:
 @pytest.mark.parametrize("sparse", ["rowwise_adagrad", "sgd"])
 @pytest.mark.reliability(
     "a NaN in one rank's batch",
-    "no weight and no row of a table changes on any rank; the log names rank, file and rows",
+    "no weight or table row changes on any rank; the log names rank, file and rows",
 )
 def test_a_poisoned_batch_changes_nothing_on_any_rank_and_is_named(sparse: str) -> None:
     run_ranks(_poisoned_batch, 2, sparse)
@@ -310,7 +310,7 @@ def _poisoned_micro_batch(where: int) -> None:
 
 
 @pytest.mark.parametrize("where", [0, 1])
-@pytest.mark.reliability("a NaN in one of two accumulated batches", "the dense step is that of the good batch alone")
+@pytest.mark.reliability("a NaN in one of two accumulated batches", "the dense step is the good batch's")
 def test_a_poisoned_micro_batch_is_left_out_of_an_accumulated_step(where: int) -> None:
     run_ranks(_poisoned_micro_batch, 1, where)
 

@@ -83,8 +83,8 @@ def test_values_are_on_no_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.reliability(
-    "one of the hosts that `gemsmith hosts` has started fails",
-    "the others are told to stop and save a checkpoint; the failed one is named, its status is the command's",
+    "a host that `gemsmith hosts` started fails",
+    "the others save a checkpoint and stop; the command names it and returns its status",
 )
 def test_a_host_that_fails_stops_the_others(tmp_path: Path) -> None:
     _, error = (process := start(tmp_path, "fail")).communicate(timeout=60)
@@ -93,10 +93,7 @@ def test_a_host_that_fails_stops_the_others(tmp_path: Path) -> None:
     assert (tmp_path / "stopped1").exists()
 
 
-@pytest.mark.reliability(
-    "`gemsmith hosts` is told to stop, or is killed (SIGKILL)",
-    "every host is told to stop and saves a checkpoint; status 75",
-)
+@pytest.mark.reliability("`gemsmith hosts` is stopped or killed", "every host saves a checkpoint and stops; status 75")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_host_is_left_behind(number: signal.Signals, tmp_path: Path) -> None:
     process = start(tmp_path, "wait")

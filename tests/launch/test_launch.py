@@ -79,8 +79,8 @@ def stub(folder: Path, name: str, script: str) -> None:
 
 
 @pytest.mark.reliability(
-    "somebody on the network looks for the stores of a run of one node, or for gloo",
-    "they listen on the loopback interface alone; those of several nodes on `INTERFACE`, where it is set",
+    "the network looks for a run's stores or gloo",
+    "one node listens on loopback only, several on `INTERFACE` if set",
 )
 @pytest.mark.parametrize("own_store", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_one_node_names_the_run_once_and_passes_its_arguments(

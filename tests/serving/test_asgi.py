@@ -191,8 +191,8 @@ def test_a_call_too_many_is_refused_and_others_are_served_side_by_side(service: 
 
 
 @pytest.mark.reliability(
-    "the server is told to stop while calls are open",
-    "`/ready` and new calls are 503; open ones are answered within `drain_seconds`",
+    "the server is told to stop with calls open",
+    "new calls and `/ready` get 503; open ones are answered within `drain_seconds`",
 )
 def test_a_server_that_stops_answers_open_calls_and_takes_no_more(service: Service) -> None:
     app, scoring, finish = App(service, threads=1), threading.Event(), threading.Event()
@@ -254,8 +254,8 @@ def test_an_answer_has_the_name_of_its_call(service: Service, ranking: Rows, cap
 
 
 @pytest.mark.reliability(
-    "200 clients at once for a minute (2 s in `make test`), one in ten of which asks wrongly",
-    "every call is answered: scores, 400 with the name, or 503 at once; memory stays flat",
+    "200 clients at once for a minute (2 s in `make test`), a tenth of the calls wrong",
+    "each gets scores, a 400 that names the fault, or a 503 at once; memory stays flat",
 )
 @pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.nightly)])
 def test_two_hundred_clients_lose_nothing(seconds: float, ranking: Rows, service: Service) -> None:

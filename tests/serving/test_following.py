@@ -148,8 +148,8 @@ def killed_after(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
 
 
 @pytest.mark.reliability(
-    "a run or a scorer is killed at any step of a publication",
-    "the scorer serves a whole version, and after a restart the newest, bit for bit",
+    "a run or scorer is killed at any step of a publication",
+    "the scorer serves a whole version and, restarted, the newest, bit for bit",
 )
 def test_a_run_that_is_killed_while_it_publishes(
     ranking: Rows, exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -203,7 +203,7 @@ def test_a_scorer_that_is_killed_while_it_follows(
         raise AssertionError("to follow takes more steps than this test expects")
 
 
-@pytest.mark.reliability("a place cannot be written to", "training goes on, and the next version is a base with all")
+@pytest.mark.reliability("publishing to a folder fails", "training goes on; the next version is a full base")
 def test_a_publication_that_fails_is_made_good_by_the_next(
     ranking: Rows, exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ def test_a_run_that_goes_on_with_other_batches_sees_every_request_once_an_epoch(
 
 @pytest.mark.reliability(
     "the disk is full when a checkpoint is written",
-    "the error gives the reason; whole checkpoints stay, and the next save removes the remains",
+    "the error says so; whole checkpoints stay, the next save removes the remains",
 )
 def test_a_save_that_fails_says_why_and_the_next_one_clears_its_remains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,8 +113,8 @@ def test_the_best_validation_is_the_one_of_the_tasks_that_count() -> None:
 
 
 @pytest.mark.reliability(
-    "a node of a shared file system sees a new checkpoint late",
-    "all ranks resume from the one that the first rank sees",
+    "a shared file system shows a node a new checkpoint late",
+    "all ranks resume from the checkpoint that rank 0 sees",
 )
 def test_ranks_resume_from_the_checkpoint_that_the_first_one_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -164,7 +164,7 @@ def test_an_error_in_a_worker_arrives_with_its_message(movielens):
         load(Broken(folder, max_history), num_workers=1)
 
 
-@pytest.mark.reliability("a loader worker is killed (SIGKILL)", "the run ends with an error that says so")
+@pytest.mark.reliability("SIGKILL to a loader worker", "the run ends with an error that says so")
 def test_a_worker_that_is_killed_ends_the_run(synthetic):
     settings = {"batch_size": 8, "seed": 0, "rank": 0, "world_size": 1, "shuffle": True, "prefetch": 2}
     batches = iter(build_loader(synthetic, "train", LoaderOptions(num_workers=1, **settings)))
@@ -201,7 +201,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.reliability("the process that reads batches is killed", "its loader workers end with it")
+@pytest.mark.reliability("SIGKILL to the process that reads batches", "its workers end too")
 def test_workers_end_with_a_reader_that_was_killed(tmp_path):
     script = tmp_path / "read.py"
     script.write_text(READ)

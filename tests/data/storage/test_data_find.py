@@ -60,8 +60,8 @@ DATA = ["log/a.parquet", "log/day.parquet/part-0.parquet", *TREE[9:12]]
     ],
 )
 @pytest.mark.reliability(
-    "files of writers that are not done, of notebooks and of table formats below the folders and globs of `data.files`",
-    "left out, as is all whose name, or whose folder's, begins with `.` or `_`; folders that match a glob are read",
+    "unfinished, notebook and table-format files below `data.files`",
+    "names that begin with `.` or `_` are left out; folders that match are read",
 )
 def test_hidden_files_are_left_out_and_folders_are_read(
     tmp_path: Path, remote: bool, pattern: str, found: list[str] | None

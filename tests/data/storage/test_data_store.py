@@ -51,7 +51,8 @@ def test_the_folder_has_the_mode_that_the_umask_gives(tmp_path: Path) -> None:
 
 
 @pytest.mark.reliability(
-    "the disk is full when data is prepared", "the error names the folder and the key that puts it elsewhere"
+    "the disk is full when data is prepared",
+    "the error names the folder and the key that moves it",
 )
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     def prepare(partial: Path) -> None:
@@ -72,8 +73,8 @@ def test_arrays_come_back_under_their_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["numbers.npy", "meta.json", "manifest.json", "vocabulary.parquet"])
 @pytest.mark.reliability(
-    "a file of the prepared data has a flipped bit, is cut short or is lost",
-    "a warning names it, and the data is prepared anew from its files",
+    "a prepared file is corrupt, cut short or lost",
+    "a warning names it; the data is prepared anew",
 )
 def test_a_damaged_cache_is_prepared_anew(file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, prepared = tmp_path / "data", []

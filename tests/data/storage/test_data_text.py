@@ -166,8 +166,8 @@ def _table_vectors(folder: Path, past: str, note: str) -> EventsConfig:
 @pytest.mark.parametrize("kind", [_labelled, _joined, _log, _table_vectors])
 @pytest.mark.parametrize(("past", "note"), [(LONG, "x"), ("1|2", SPANNING)], ids=["long row", "lines in quotes"])
 @pytest.mark.reliability(
-    "a text row of many blocks, and quoted text of several lines across blocks, in rows, joins, logs and vectors",
-    "read: blocks are cut where rows end",
+    "text rows and quoted lines that span read blocks",
+    "read whole, in rows, joins, logs and vectors",
 )
 def test_every_text_file_has_long_rows_and_quoted_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[..., EventsConfig], past: str, note: str
@@ -179,8 +179,8 @@ def test_every_text_file_has_long_rows_and_quoted_lines(
 
 
 @pytest.mark.reliability(
-    "a quote at the start of a last column that is not closed, or that a later row's quote closes",
-    "the quote is text, with a warning that names its row: no row is swallowed; `data.csv_quotes` says what quotes are",
+    "a last column opens a quote that a later row, or none, closes",
+    "the quote is text, a warning names its row, and no row is lost",
 )
 @pytest.mark.parametrize("rows", [40, 30_000])
 @pytest.mark.parametrize("end", ["", 'the end"'])

@@ -42,9 +42,8 @@ def saved_moments(checkpoint: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.reliability(
-    "tables whose columns are split are resumed under a plan that splits them otherwise, with row-wise Adagrad",
-    "the moments are converted: exactly where shards are joined, and each part begins with the whole's where one is "
-    "split",
+    "tables split by columns resume under another split, with row-wise Adagrad",
+    "moments are merged exactly, and copied where a shard is split",
 )
 def test_tables_split_by_columns_resume_under_another_plan(tmp_path: Path) -> None:
     run_dir, rows, columns = tmp_path / "run", "[row_wise]", "[column_wise]"

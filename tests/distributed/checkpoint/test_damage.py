@@ -69,8 +69,8 @@ class Runs:
 
 
 @pytest.mark.reliability(
-    "a checkpoint made by somebody else, with code in its index",
-    "`checkpoint.load` and `train.evaluate` refuse it, naming what it would have called; nothing runs",
+    "a foreign checkpoint with code in its index",
+    "`checkpoint.load` and `train.evaluate` refuse it, naming the call; nothing runs",
 )
 def test_a_checkpoint_runs_no_code(run_dir: Path, tmp_path: Path) -> None:
     made, checkpoint = tmp_path / "made", run_dir / NEWEST
@@ -85,8 +85,8 @@ def test_a_checkpoint_runs_no_code(run_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.reliability(
-    "a checkpoint whose index says that a tensor is a pickled object, or lies in another folder",
-    "refused; nothing runs, and no other file is read",
+    "a checkpoint index that names a pickled object or another folder",
+    "refused; nothing runs, no other file is read",
 )
 def test_an_index_leads_to_tensors_of_the_checkpoint_only(run_dir: Path, tmp_path: Path) -> None:
     made, checkpoint = tmp_path / "made", run_dir / NEWEST
@@ -115,8 +115,8 @@ def test_an_index_leads_to_tensors_of_the_checkpoint_only(run_dir: Path, tmp_pat
     "what", ["flip", "older", "cut", "lost", "meta", "index", "manifest", "no meta.json", "no manifest.json"]
 )
 @pytest.mark.reliability(
-    "a file of the newest checkpoint has a flipped bit, is cut short, is lost, or is that of an older step",
-    "a warning names the file; the run goes on from the checkpoint before, and the damaged one is set aside",
+    "a file of the newest checkpoint is corrupt, cut short, lost or of an older step",
+    "a warning names it; the checkpoint is set aside, the run resumes from the one before",
 )
 def test_the_newest_whole_checkpoint_serves(what: str, run_dir: Path) -> None:
     newest = run_dir / NEWEST
@@ -144,9 +144,7 @@ def test_the_newest_whole_checkpoint_serves(what: str, run_dir: Path) -> None:
     manifest.verify_alone(newest)  # written anew
 
 
-@pytest.mark.reliability(
-    "every checkpoint of a run is damaged", "the run is refused and does not begin anew; nothing is renamed"
-)
+@pytest.mark.reliability("every checkpoint is damaged", "the run is refused; nothing is renamed")
 def test_a_run_without_a_whole_checkpoint_does_not_begin_anew(run_dir: Path) -> None:
     before = sorted((run_dir / "checkpoints").iterdir())
     for checkpoint in before:
@@ -156,9 +154,7 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_anew(run_dir: Path) -> 
     assert sorted((run_dir / "checkpoints").iterdir()) == before
 
 
-@pytest.mark.reliability(
-    "a damaged checkpoint is evaluated, or a new run starts from it", "refused: the file that is damaged"
-)
+@pytest.mark.reliability("a damaged checkpoint is evaluated or loaded by a new run", "refused, naming the file")
 def test_a_damaged_checkpoint_is_not_evaluated(run_dir: Path, tmp_path: Path) -> None:
     flip(shard(run_dir / NEWEST))
     with pytest.raises(DamagedError, match="__0_0.distcp"):
@@ -176,7 +172,7 @@ def test_a_damaged_checkpoint_is_not_evaluated(run_dir: Path, tmp_path: Path) ->
         ('{"config": {}, "progress": 7, "data_fingerprint": ""}', "meta.json has no 'progress'"),
     ],
 )
-@pytest.mark.reliability("a checkpoint's `meta.json` is `{}`, `[]` or no JSON", "refused: the file and what it lacks")
+@pytest.mark.reliability("`meta.json` is `{}`, `[]` or no JSON", "refused: the file and what it lacks")
 def test_a_meta_file_that_says_nothing_is_named(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text(text)
     with pytest.raises(DamagedError, match=message):
@@ -192,9 +188,7 @@ def test_a_meta_file_that_says_nothing_is_named(text: str, message: str, tmp_pat
         ({"best_values": []}, r"meta.json has progress.best_values=\[\], expected one like {}"),
     ],
 )
-@pytest.mark.reliability(
-    "a checkpoint's `meta.json` has an unknown key, or a step of -7", "refused: the file, the key and its value"
-)
+@pytest.mark.reliability("`meta.json` has an unknown key, or a step of -7", "refused: file, key and value")
 def test_progress_that_no_run_made_is_named(progress: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match=message):
         Progress.of(tmp_path, progress)
@@ -202,9 +196,8 @@ def test_progress_that_no_run_made_is_named(progress: dict[str, Any], message: s
 
 @pytest.mark.parametrize("how", ["flip", "lost"])
 @pytest.mark.reliability(
-    "the checkpoint that is best in validation, and not the newest, is damaged or lost",
-    "a warning; it is set aside, and what is best of the others, or the last step, takes its place: `results.json` has "
-    "the validation and the test of one model",
+    "the best checkpoint is damaged or lost",
+    "a warning; the next best takes its place, and `results.json` describes one model",
 )
 def test_another_takes_the_place_of_a_damaged_best(how: str, run_dir: Path) -> None:
     """The newest says that step 2 was best; of the others, step 4 is."""
@@ -276,8 +269,8 @@ train_here(Path(sys.argv[1]), *sys.argv[2:], base=TINY_DLRM)
 
 
 @pytest.mark.reliability(
-    "a rank is killed (SIGKILL) while it writes a checkpoint",
-    "what is half written counts as no checkpoint and is removed; the run goes on from the one before",
+    "SIGKILL to a rank that writes a checkpoint",
+    "the partial checkpoint is removed; the run resumes from the one before",
 )
 def test_a_kill_in_a_write_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     killed = subprocess.run(python("-c", KILLED, str(tmp_path), *OPTIONS), cwd=ROOT, env=environment(), check=False)

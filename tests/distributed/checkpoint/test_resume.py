@@ -41,8 +41,8 @@ MODELS = {
     ],
 )
 @pytest.mark.reliability(
-    "a run stops amid an accumulation and is started again, on one rank and on two",
-    "its losses and results equal the uninterrupted run's bit for bit",
+    "a run stops within an accumulation and resumes, on one and two ranks",
+    "losses and results are bitwise the uninterrupted ones",
 )
 def test_resumed_losses_are_bitwise_those_of_the_uninterrupted_run(
     ranks: int, accumulate: int, model: str, tmp_path: Path
@@ -64,9 +64,7 @@ def test_resumed_losses_are_bitwise_those_of_the_uninterrupted_run(
     assert "resuming with" not in (resumed / "train.log").read_text()  # but for the folder nothing is another one
 
 
-@pytest.mark.reliability(
-    "a run of two ranks is started again on one", "the losses are those of two ranks, up to the order of float32 sums"
-)
+@pytest.mark.reliability("a run of two ranks resumes on one", "the same losses, up to the order of float32 sums")
 def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     whole, smaller = tmp_path / "whole", tmp_path / "smaller"
     exact = (*EVERY, "precision=fp32", "model.dropout=0")
@@ -90,7 +88,7 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.reliability(
-    "a run is started again with another model, other data or another table optimiser",
+    "a run resumes with another model, data or table optimiser",
     "refused: the key with both values",
 )
 def test_resuming_with_another_model_or_optimiser_is_refused(override: str, named: str, finished: Path) -> None:
@@ -99,8 +97,8 @@ def test_resuming_with_another_model_or_optimiser_is_refused(override: str, name
 
 
 @pytest.mark.reliability(
-    "`checkpoint.load` names another model's checkpoint, an absent one, or one whose files are cut short",
-    "refused, each in its own words",
+    "`checkpoint.load` of another model, or of an absent or truncated checkpoint",
+    "refused, with the reason",
 )
 def test_bad_checkpoints_are_named(finished: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "step_00000003"

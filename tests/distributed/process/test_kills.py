@@ -44,11 +44,9 @@ def node(address: str, endpoint: str, run_dir: Path, *, is_host: bool = False) -
 
 
 @pytest.mark.reliability(
-    "of a run of two nodes, a rank is killed (SIGKILL) in a forward, after a restart its loader worker, then the rank "
-    "in a backward; then it hangs; then its whole node is killed while it writes a checkpoint, and another node takes "
-    "its place, with an address by which it is the first",
-    "both launchers start their ranks again from the newest whole checkpoint each time; losses, results, and weights "
-    "and optimisers' states at the end are bit for bit those of a run that was not disturbed",
+    "on two nodes: SIGKILL in forward, loader and backward, a hang, then a lost node in a checkpoint write, replaced",
+    "each time all ranks restart from the newest whole checkpoint; final losses, weights and states are bitwise "
+    "those of an undisturbed run",
 )
 @pytest.mark.parametrize(
     ("places", "steps"),

@@ -85,8 +85,8 @@ def stop(ranks: int, number: signal.Signals, run_dir: Path, *overrides: str, all
 
 
 @pytest.mark.reliability(
-    "SIGTERM to every process of a run, loader workers included",
-    "a checkpoint, status 75; started again, the run ends with the results of one that was not stopped",
+    "SIGTERM to every process of a run",
+    "a checkpoint, status 75; restarted, it ends with the uninterrupted results",
 )
 def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     ranks = 2
@@ -97,10 +97,7 @@ def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(tmp_path: Path) -> 
     assert resumed["valid"] == whole["valid"]
 
 
-@pytest.mark.reliability(
-    "SIGUSR1 to every process of a run, its resource tracker included",
-    "a checkpoint and status 75; no process dies of the signal",
-)
+@pytest.mark.reliability("SIGUSR1 to every process of a run", "a checkpoint, status 75; no process dies of the signal")
 def test_the_other_signal_harms_no_process_beside_the_run(tmp_path: Path) -> None:
     stop(1, signal.SIGUSR1, tmp_path / "run", all_processes=True)
 
@@ -125,8 +122,8 @@ def steps_until_all_know(seconds: float, told_at: int, folder: Path) -> None:
 
 @pytest.mark.parametrize(("seconds", "told_at"), [(1.1 * PERIOD, 3), (0.01, 150)])
 @pytest.mark.reliability(
-    "a signal to one rank, where a step takes long, or a hundredth of a second",
-    "all ranks stop at the same step: that of the signal where steps are long, within two seconds else",
+    "a signal to one rank, in long or short steps",
+    "all ranks stop at the same step: the current long one, or within two seconds",
 )
 def test_ranks_agree_to_stop_by_time(seconds: float, told_at: int, tmp_path: Path) -> None:
     run_ranks(steps_until_all_know, 2, seconds, told_at, tmp_path)
@@ -162,8 +159,8 @@ def test_the_launcher_hands_on_what_it_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.reliability(
-    "ranks end with status 75, or with another one",
-    "the launcher ends with 75 for a stop; otherwise its last lines say which process failed first, and why",
+    "ranks end with status 75 or another",
+    "the launcher returns 75 for a stop; otherwise its last lines say which process failed first, and why",
 )
 def test_the_launcher_tells_a_stop_from_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -186,7 +183,7 @@ def test_the_launcher_tells_a_stop_from_a_failure(
     assert "Traceback" not in told
 
 
-@pytest.mark.reliability("one rank stops as told, another one fails", "the launcher reports the failure")
+@pytest.mark.reliability("one rank stops as told, another fails", "the launcher reports the failure")
 def test_a_failure_beside_a_stop_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = ChildFailedError("it", {rank: ProcessFailure(rank, 9, code, "") for rank, code in enumerate((STATUS, 3))})
 

@@ -34,7 +34,7 @@ def hang(run_dir: Path) -> None:
 
 @pytest.mark.reliability(
     "a rank hangs in a step",
-    "the run ends within `runtime.collective_timeout`; all ranks have written their stacks; the error names the files",
+    "the run ends within `runtime.collective_timeout`; the error names the files with all ranks' stacks",
 )
 def test_a_rank_that_hangs_is_told_by_what_each_of_them_did(tmp_path: Path) -> None:
     message = r"rank 0 waited 5 s \(runtime\.collective_timeout\) behind step \d .*runtime\.collective_timeout=10"

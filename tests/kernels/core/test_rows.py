@@ -63,8 +63,8 @@ OPERATORS: dict[str, Callable[[int], Tensor]] = {
 
 
 @pytest.mark.reliability(
-    "rows of a few values whose bound is 10^12, in every operator that pads on a CPU",
-    "scratch memory is that of the longest row there is",
+    "short rows whose bound is 10^12, in every operator that pads on CPUs",
+    "scratch memory follows the longest actual row",
 )
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_bound_of_rows_costs_nothing_on_a_cpu(name: str) -> None:

@@ -120,8 +120,8 @@ from train.process import length
     ],
 )
 @pytest.mark.reliability(
-    "a number of the configuration that its key cannot mean, also in a list or a mapping",
-    "refused before anything starts: the key, its limit, and a value that works",
+    "a configuration value beyond its key's limits",
+    "refused before the start: key, limit, and a value that works",
 )
 def test_a_value_that_cannot_work_is_refused(override: str, message: str) -> None:
     register_schema()
@@ -152,10 +152,7 @@ def composed(*overrides: str) -> DictConfig:
 
 
 @pytest.mark.parametrize("data", [("data=synthetic",), ("data=avazu", "data.files=[a.csv]")])
-@pytest.mark.reliability(
-    "NaN or infinity as any real number of the configuration, also in a list or a mapping",
-    "refused before anything starts, by the name of the key",
-)
+@pytest.mark.reliability("NaN or infinity as a configuration value", "refused before the start, naming the key")
 def test_a_number_that_is_not_finite_is_refused(data: tuple[str, ...]) -> None:
     good = composed(*data)
     keys = float_keys(to_config(good))

@@ -34,9 +34,8 @@ def forgotten_by_wandb() -> Iterator[None]:
 
 @pytest.mark.usefixtures("forgotten_by_wandb")
 @pytest.mark.reliability(
-    "a value of the configuration is `${oc.env:NAME}`, perhaps a secret, and tokens are in the environment",
-    "the run uses it; config.json, checkpoints and W&B get the text `${oc.env:NAME}`, which is read anew; no file of "
-    "the run and nothing printed has a token",
+    "`${oc.env:NAME}` in the configuration, tokens in the environment",
+    "config.json, checkpoints and W&B keep the text `${oc.env:NAME}`; no output has a token",
 )
 def test_values_of_the_environment_are_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -147,10 +146,7 @@ def test_errors_do_not_show_what_the_environment_had(key: str, monkeypatch: pyte
     assert SECRET not in str(error.value)
 
 
-@pytest.mark.reliability(
-    "a data YAML of somebody else reads the environment, `root: ${oc.env:AWS_SECRET_ACCESS_KEY}`, also by other keys",
-    "refused by the name of the key, before anything is read",
-)
+@pytest.mark.reliability("a foreign data YAML reads the environment", "refused before anything is read, naming the key")
 @pytest.mark.parametrize(
     "value",
     [
@@ -186,8 +182,8 @@ HIDDEN = "hunter2-of-the-test"
 
 
 @pytest.mark.reliability(
-    "a URL with a password, a token or a signature in the configuration",
-    "refused by the name of its key; neither error nor log nor a sweep's file has it",
+    "a URL with a password, token or signature in the configuration",
+    "refused by key; no error, log or sweep file shows it",
 )
 @pytest.mark.parametrize(
     "url",

@@ -77,9 +77,8 @@ REACHES = {
 
 
 @pytest.mark.reliability(
-    "a data YAML of somebody else, and files that its `defaults` bring in, set other sections, Hydra's callbacks or "
-    "packages of their own",
-    "refused by the name of the file before anything is instantiated or imported; no code of a file runs",
+    "a foreign data YAML, or its `defaults`, sets other sections, callbacks or packages",
+    "refused by file; none of its code is imported or run",
 )
 @pytest.mark.parametrize("name", REACHES)
 def test_a_data_file_sets_data_alone(name: str, tmp_path: Path) -> None:
@@ -123,8 +122,8 @@ def test_hydra_s_own_keys_are_the_shipped_ones(text: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("entry", ["${oc.env:S}", "/model: ${oc.env:S}", "${ oc.env:S }", "${oc.decode:${oc.env:S}}"])
 @pytest.mark.reliability(
-    "`${oc.env:NAME}` in the `defaults` of a data YAML or an experiment, which Hydra would show as a name of a file",
-    "refused; the error does not have the value",
+    "`${oc.env:NAME}` in the `defaults` of a data YAML or an experiment",
+    "refused without showing the value",
 )
 def test_no_defaults_list_reads_the_environment(entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("S", SECRET)

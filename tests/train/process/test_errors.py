@@ -48,7 +48,7 @@ def test_what_a_user_did_wrong_is_said_without_a_traceback(
 @pytest.mark.usefixtures("no_logs")
 @pytest.mark.reliability(
     "a command fails, below torchrun or not",
-    "its error is the last line on the console, and once; the traceback is in the log or `error.json`",
+    "the error is the console's last line, once; the traceback is in the log or `error.json`",
 )
 def test_the_traceback_is_in_the_log_and_the_error_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -16,7 +16,7 @@ from train.record.tracking import Tracker, _LogFile
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
 
 
-@pytest.mark.reliability("the disk is full when metrics are written", "the error names the file and how much is free")
+@pytest.mark.reliability("the disk is full when metrics are written", "the error names the file and the free space")
 def test_metrics_on_a_full_disk_are_named(tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, TrackingConfig(wandb="disabled", tensorboard=False, progress="never"), enabled=True)
     tracker.start({}, total_steps=1)
@@ -29,7 +29,7 @@ def test_metrics_on_a_full_disk_are_named(tmp_path: Path) -> None:
         tracker.finish()
 
 
-@pytest.mark.reliability("the disk is full when a log file is written", "one line on stderr names it; the run goes on")
+@pytest.mark.reliability("the disk is full when a log is written", "one line on stderr names it; the run goes on")
 def test_a_log_on_a_full_disk_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     handler = _LogFile("/dev/full")
     for number in range(3):
@@ -41,7 +41,7 @@ def test_a_log_on_a_full_disk_is_told_once(capsys: pytest.CaptureFixture[str]) -
         handler.close()
 
 
-@pytest.mark.reliability("a file would be larger than `ulimit -f` allows", "the error says so, not only what is free")
+@pytest.mark.reliability("a file exceeds `ulimit -f`", "the error says so")
 def test_a_limit_of_file_sizes_is_told(tmp_path: Path) -> None:
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     assert "ulimit" not in room(tmp_path) or usual[0] != resource.RLIM_INFINITY

@@ -18,8 +18,8 @@ HOLD = "import pathlib, sys, time; from train.process import lock; lock.take(pat
 
 
 @pytest.mark.reliability(
-    "a second run starts in the directory of one that runs; then the first is killed (SIGKILL)",
-    "the second is refused, naming host and process; after the kill the directory is free at once",
+    "a second run starts in a directory in use; the first is killed",
+    "the second is refused, naming host and process; the kill frees the directory",
 )
 def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
     # A forked worker of the first run outlives it.
@@ -50,7 +50,7 @@ def test_a_run_that_ended_leaves_no_lock(tmp_path: Path) -> None:
     assert ended.stdout == b"held\n", ended.stderr
 
 
-@pytest.mark.reliability("the run directory is read-only", "refused by its key before anything is built")
+@pytest.mark.reliability("a read-only run directory", "refused by key before anything is built")
 def test_a_folder_that_cannot_be_written_is_refused() -> None:
     # Of a file system in which not even root makes folders.
     with pytest.raises(ValueError, match=r"runtime\.run_dir=/sys/run cannot be written: .*/sys/run.*runtime\.run_dir="):

@@ -80,8 +80,8 @@ def test_metrics_are_those_of_the_run(endpoint: Endpoint, tmp_path: Path) -> Non
 
 
 @pytest.mark.reliability(
-    "a run that no step ends in, with `tracking.http_port`",
-    "`/healthz` says 503 after `tracking.http_healthy` seconds, but not in validations, checkpoints and results",
+    "no step ends, with `tracking.http_port`",
+    "`/healthz` says 503 after `tracking.http_healthy` seconds, except in validations, checkpoints and results",
 )
 def test_a_run_that_ends_no_step_is_not_healthy(endpoint: Endpoint) -> None:
     endpoint.advance()
@@ -116,7 +116,7 @@ def port() -> int:
         return taken.getsockname()[1]
 
 
-@pytest.mark.reliability("the port of `tracking.http_port` is in use", "one warning; the run goes on")
+@pytest.mark.reliability("`tracking.http_port` is in use", "one warning; the run goes on")
 def test_a_port_in_use_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

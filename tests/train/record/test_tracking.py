@@ -89,8 +89,8 @@ def test_a_new_start_forgets_an_earlier_one(tmp_path):
 
 
 @pytest.mark.reliability(
-    "a process is killed while it writes a line of metrics.jsonl, or a line is damaged",
-    "the unfinished line is dropped; a damaged one is named",
+    "a kill within a line of metrics.jsonl, or a damaged line",
+    "the unfinished line is dropped, a damaged one named",
 )
 def test_a_torn_last_line_is_dropped_and_a_damaged_one_named(tmp_path):
     path = tmp_path / METRICS_FILE
@@ -152,9 +152,7 @@ def test_wandb_that_cannot_start_is_one_warning(tmp_path, offline_wandb, monkeyp
     assert steps_of(tmp_path) == [1]
 
 
-@pytest.mark.reliability(
-    "W&B or TensorBoard breaks on the way", "one warning; the run goes on, and metrics.jsonl is complete"
-)
+@pytest.mark.reliability("W&B or TensorBoard breaks during a run", "one warning; metrics.jsonl is complete")
 def test_a_mirror_that_breaks_on_the_way_is_dropped_once(tmp_path, monkeypatch, caplog):
     run = started(tmp_path, tensorboard=True)
 

@@ -133,7 +133,7 @@ class HSTU(SequentialModel):
     """Layers of `HSTULayer` over items and their positions; by default scored by the cosine, as published."""
 
     @dataclass(kw_only=True)
-    class Config(HSTULayerConfig, SequentialConfig):
+    class Config(SequentialConfig, HSTULayerConfig):
         name: str = "hstu"
         score: str = option("cosine", choices=["dot", "cosine"])
         temperature: float = 0.05

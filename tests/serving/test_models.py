@@ -66,7 +66,7 @@ OF_ITEMS = {
     "ultra_hstu": UltraHSTUConfig(dim=8, token_dim=8, window=2, time_buckets=4, layers=[{}, {"newest": 3}]),
     "onetrans": OneTransConfig(dim=8, token_dim=16, last_events=2, length_multiple=1, request_tokens=2, num_layers=2),
 }
-BY_AGE = ("hstu", "kunlun", "sasrec")
+BY_AGE = ("hstu", "kunlun", "sasrec", "ultra_hstu")
 """Models whose user side is known by how old events are: that of SASRec has their times, and makes nothing of them."""
 ALL = TRACED | EAGER | OF_ITEMS
 

@@ -79,8 +79,6 @@ COMMON = {
 OF_INTERFORMER = {
     **dict(list(COMMON.items())[:5]),
     NO_STATISTICS: epochs(2, "data.statistics=none"),
-    "ages, lr 0.002, dropout": epochs(2, *FASTER, "model.event_ages=true"),
-    "ages, units, lr 0.002, dropout": epochs(2, *FASTER, "model.event_ages=true", "tracking.tags=[units]"),
     "quiet 0.5, lr 0.002, dropout": epochs(2, *FASTER, "tracking.tags=['quiet=0.5']"),
     "flat, lr 0.002, dropout": epochs(2, *FASTER, "tracking.tags=[flat]"),
     "units, lr 0.002, dropout": epochs(2, *FASTER, "tracking.tags=[units]"),
@@ -95,13 +93,7 @@ ARMS = {
     "lightgbm": {BASE: ("model=din", "tracking.tags=[lightgbm]")},
 }
 OF_STATISTICS = re.compile(f"{NO_STATISTICS}|grouped|bent")  # arms of logs that have them
-FIRST = (
-    BASE,
-    "lr 0.002, dropout",
-    "dropout",
-    NO_STATISTICS,
-    "ages, lr 0.002, dropout",
-)  # arms whose seeds do not wait for other arms
+FIRST = (BASE, "lr 0.002, dropout", "dropout", NO_STATISTICS)  # arms whose seeds do not wait for other arms
 
 
 Job = dict[str, Any]

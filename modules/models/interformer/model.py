@@ -84,12 +84,9 @@ class InterFormer(RequestVectors, nn.Module):
         table_std: float | None = 0.01  # with row_norm, rare ids then start quiet
         # request: the sequence stays at R rows | candidate: the paper's form, C rows
         sequence_context: str = option("request", choices=["request", "candidate"])
-        event_ages: bool = False  # events tell how long ago they were, in powers of two of seconds
         head_hidden: list[int] = option([128, 64], least=1)
 
-        shared: ClassVar[frozenset[str]] = frozenset(
-            {"num_cls", "num_recent", "sequence_context", "event_ages", "head_hidden"}
-        )
+        shared: ClassVar[frozenset[str]] = frozenset({"num_cls", "num_recent", "sequence_context", "head_hidden"})
         retired: ClassVar[dict[str, Any]] = {"dhen_layers": 1}
         moved: ClassVar[dict[str, str]] = {
             "wukong_layers": "wukong.num_layers",
@@ -181,7 +178,7 @@ class InterFormer(RequestVectors, nn.Module):
         later = num_tokens if self.per_candidate else num_request + config.num_cls
         layers += [layer(each, later, num_tokens) for each in of_layers[1:]]
 
-        self.history = HistoryEncoder(spec, config.dim, ages=config.event_ages)
+        self.history = HistoryEncoder(spec, config.dim)
         self.layers = cast("Sequence[InterFormerLayer]", nn.ModuleList(layers))
         self.routed = [module for layer in layers for module in layer.modules() if isinstance(module, MoE)]
         self.head_summary = Summary(num_tokens, config)

@@ -305,7 +305,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no job later than this after the start")
-    parser.add_argument("--store", action="store_true", help="write docs/quality/variants.json")
+    parser.add_argument(
+        "--store", type=Path, nargs="?", const=STORED / "variants.json", help="write this file, which the page shows"
+    )
     extra = [each for each in arguments if "=" in each and not each.startswith("--")]
     options = parser.parse_args([each for each in arguments if each not in extra])
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -315,7 +317,7 @@ def main(arguments: list[str]) -> int:
     found = run.results(options.out)
     print("\n".join(compared(list(found.values()))))
     if options.store:
-        (STORED / "variants.json").write_text(dumped(found))
+        options.store.write_text(dumped(found))
     return 0 if whole else 1
 
 

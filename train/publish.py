@@ -77,6 +77,23 @@ class Place:
         """Those that are whole."""
         return [int(name[:8]) for name in self.names() if NAME.fullmatch(name) and name.endswith(MANIFEST)]
 
+    def manifest(self, version: int) -> dict[str, Any]:
+        """That of a version. ValueError that names it, if it is none."""
+        name = f"{version:08d}{MANIFEST}"
+        try:
+            about = json.loads(self.text(name))
+            right = (about["format"], about["version"]) == (FORMAT, version)
+            right = right and about["previous"] in (None, version - 1)
+            for key, kind in (("run", str), ("data_fingerprint", str), ("step", int), ("time", int | float)):
+                right = right and isinstance(about[key], kind)
+            for file, sums in about["files"].items():
+                right = right and NAME.fullmatch(file) is not None and set(sums) == {"bytes", "crc32"}
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+            right = False
+        if not right:
+            raise ValueError(f"{self.root}/{name} is no manifest of a version that is read here")
+        return about
+
     def put(self, name: str, write: Callable[[Path], None]) -> dict[str, int]:
         """Let `write` make a file, which then appears here. Its size and checksum."""
         with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=self.root if self.is_local else None) as scratch:
@@ -127,7 +144,7 @@ class Publisher:
         versions = self.place.versions()
         if not versions:
             return 0
-        run = json.loads(self.place.text(f"{versions[-1]:08d}{MANIFEST}"))["run"]
+        run = self.place.manifest(versions[-1])["run"]
         if run != self.run:
             raise ValueError(
                 f"{self.place.root} holds what the run {run} has published, and this is {self.run}: name another "

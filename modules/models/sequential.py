@@ -43,6 +43,7 @@ class SequentialConfig(StackConfig, RetrievalConfig):
     shared: ClassVar[frozenset[str]] = frozenset({"score", "temperature"})
 
     def check_layer(self) -> None:
+        super().check_layer()
         if self.dim % (2 * self.num_heads):
             raise ValueError(
                 f"model.dim={self.dim} must be a multiple of 2 * model.num_heads={2 * self.num_heads}, e.g. model.dim="

@@ -21,6 +21,7 @@ def test_names_types_defaults_choices_and_comments() -> None:
 def test_each_stands_once_and_most_say_what_they_mean() -> None:
     found = keys()
     assert len({each.name for each in found}) == len(found)
+    assert all(choice in str(each) for each in found for choice in each.choices)
     assert sum(bool(each.comment or each.choices) for each in found) > 0.7 * len(found)
 
 

@@ -264,12 +264,18 @@ def test_gaps_other_runs_other_data_and_damage_are_refused(ranking: Rows, export
         ({"data_fingerprint": "other"}, "of other ids"),
         ({"previous": 7}, "no manifest"),
         ({"files": {"../x": {"bytes": 1, "crc32": 1}}}, "no manifest"),
+        ({"files": {"..": {"bytes": 1, "crc32": 1}}}, "no manifest"),
+        ({"step": "2"}, "no manifest"),
+        ({"time": None}, "no manifest"),
         ({"format": 2}, "no manifest"),
     ):
         manifest.write_text(json.dumps(about | change))
         refused(expected)
-    manifest.write_text("{")
-    refused("Expecting")
+    for text in ("{", "[]", "[" * 100_000):
+        manifest.write_text(text)
+        refused("00000002.json is no manifest")
+        with pytest.raises(ValueError, match=r"00000002\.json is no manifest"):
+            Publisher(Place(tmp_path), "run", "")
     manifest.write_text(json.dumps(about))
     file.write_bytes(values[:-1] + b"x")
     refused("damaged")
@@ -284,6 +290,32 @@ def test_gaps_other_runs_other_data_and_damage_are_refused(ranking: Rows, export
     assert "version 4 follows 3, and 2 is served" in str(follower.error)
     with pytest.raises(ValueError, match=r"the run run has published.*publish\.to="):
         Publisher(Place(tmp_path), "other", "")
+
+
+def test_a_base_has_all_values_of_every_weight_and_nothing_else(
+    ranking: Rows, exported: Export, tmp_path: Path
+) -> None:
+    folder, model = exported(DIN_SMALL, ranking)
+    scorer, state = Scorer(folder), model.state_dict()
+    name = "embedding.collection.embeddings.item.weight"
+    for number, (change, expected) in enumerate(
+        (
+            ({name: state[name][:-1]}, f"the base has {(len(state[name]) - 1) * 8} of {state[name].numel()} values"),
+            ({name: torch.cat([state[name]] * 2)}, "rows here, others are published"),
+            ({name: state[name].double()}, "other values are published"),
+            ({"x": torch.zeros(1)}, "the export has no x"),
+        )
+    ):
+        place = tmp_path / str(number)
+        Publisher(Place(place), "run", ranking.source.fingerprint).publish({**state, **change}, 1)
+        follower = Follower(scorer, place)
+        assert not follower.look()
+        assert expected in str(follower.error)
+    assert_served(scorer, state)
+    Publisher(Place(tmp_path), "run", ranking.source.fingerprint).publish(state, 1)
+    follower = Follower(scorer, tmp_path)
+    follower._targets["empty"] = [torch.zeros(0, 8)]  # nothing is published of a weight without rows
+    assert follower.look(), follower.error
 
 
 def test_a_pin_goes_back_by_one_and_holds(ranking: Rows, exported: Export, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, get_origin, get_type_hints
@@ -30,7 +31,8 @@ class Key:
     comment: str
 
     def __str__(self) -> str:
-        about = [self.comment, " | ".join(self.choices) if "|" not in self.comment else ""]
+        told = all(re.search(rf"\b{re.escape(choice)}\b", self.comment) for choice in self.choices)
+        about = [self.comment.rstrip("."), "" if told else " | ".join(self.choices)]
         head = f"{self.name}: {self.kind} = {self.default}"
         return "\n".join([head, *textwrap.wrap("; ".join(filter(None, about)), 110)]).replace("\n", "\n      ")
 

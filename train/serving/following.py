@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from train.process.files import fault_of
-from train.publish import FORMAT, MANIFEST, WHOLE, WORDS, Place
+from train.publish import WHOLE, WORDS, Place
 from train.serving.scorer import Scorer
 
 log = logging.getLogger(__name__)
@@ -148,24 +148,14 @@ class Follower:
         yield from reversed(chain)
 
     def _manifest(self, version: int) -> dict[str, Any]:
-        name = f"{version:08d}{MANIFEST}"
-        about = json.loads(self.place.text(name))
-        try:
-            right = (about["format"], about["version"]) == (FORMAT, version)
-            right = right and about["previous"] in (None, version - 1)
-            for file, sums in about["files"].items():
-                right = right and set(sums) == {"bytes", "crc32"} and Path(file).name == file
-            float(about["time"]), int(about["step"]), about["run"], about["data_fingerprint"]
-        except (AttributeError, KeyError, TypeError, ValueError):
-            right = False
-        if not right:
-            raise ValueError(f"{self.place.root}/{name} is no manifest of a version that is read here")
+        about = self.place.manifest(version)
         for key, own, what in (
             ("run", self._about and self._about["run"], "another run's than what is served"),
             ("data_fingerprint", self.scorer.data_fingerprint, "of other ids than the export's"),
         ):
             if own is not None and about[key] != own:
-                raise ValueError(f"{self.place.root}/{name} is {what} ({key}); follow it with an export of that run")
+                where = f"version {version} of {self.place.root}"
+                raise ValueError(f"{where} is {what} ({key}); follow it with an export of that run")
         return about
 
     def _take(self, about: Mapping[str, Any]) -> None:
@@ -205,7 +195,9 @@ class Follower:
         given: dict[tuple[str, str], list[tuple[Tensor, Tensor]]] = {}
         by_key = dict(tensors)
         for key, values in by_key.items():
-            kind, column, row, name = key.split("/", 3)
+            kind, column, row, name = (*key.split("/", 3), "", "", "")[:4]
+            if kind not in ("values", "rows") or not (column.isdecimal() and row.isdecimal()):
+                raise ValueError(f"{key} is no name of rows or values")
             if kind == "values":
                 rows = by_key.get(f"rows/{column}/{row}/{name}")
                 if rows is None or rows.dtype != torch.int64 or rows.shape != values.shape[:1]:
@@ -213,8 +205,12 @@ class Follower:
                 given.setdefault((name, column), []).append((rows, values))
         merged = {key: tuple(torch.cat(each) for each in zip(*pairs, strict=True)) for key, pairs in given.items()}
         _sort_ids(merged)
-        if complete and (missing := self._targets.keys() - {name for name, _ in merged}):
-            raise ValueError(f"the base has no {sorted(missing)[0]}, which the export has")
+        counts: Counter[str] = Counter()
+        for (name, _), (_, values) in merged.items():
+            counts[name] += values.numel()
+        for name, (tensor, *_) in self._targets.items():
+            if complete and counts[name] < tensor.numel():
+                raise ValueError(f"the base has {counts[name]} of {tensor.numel()} values of {name}")
         changes = []
         for (name, column), (rows, values) in merged.items():
             if name not in self._targets:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -29,6 +30,14 @@ def made(name: str, **changes: Any) -> nn.Module:
 def test_the_models_of_layers_are_these() -> None:
     ranking = {"interformer", "kunlun", "wukong", "gem", "token_mixing", "onetrans", "ultra_hstu"}
     assert set(STACKS) == ranking | {*OF_ITEMS}
+
+
+@pytest.mark.parametrize("kind", CONFIGS.values())
+def test_a_default_is_that_of_the_nearest_class_that_states_it(kind: Any) -> None:
+    """Of two bases a dataclass takes all fields of the first one, also those that it only inherited."""
+    for field in dataclasses.fields(kind):
+        stated = next(base for base in kind.__mro__ if field.name in inspect.get_annotations(base))
+        assert field.default == cast("Any", stated).__dataclass_fields__[field.name].default, field.name
 
 
 @pytest.mark.parametrize("name", STACKS)

@@ -267,7 +267,6 @@ def experts() -> Iterator[Row]:
     shapes = {
         "T65536_D1024_F2048_E32": "65,536 x 1,024 x 2,048, 32",
         "T131072_D7168_F2048_E8": "131,072 x 7,168 x 2,048, 8",
-        "T131072_D512_F1024_E16": "131,072 x 512 x 1,024, 16",
     }
     for shape, what in shapes.items():
         for product in ("up", "dgrad_up", "wgrad_up"):

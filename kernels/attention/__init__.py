@@ -59,15 +59,6 @@ MAX_FEW_ROWS = 32
 VARLEN_CHIPS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0))
 # Wider heads have no backward on some of the chips above.
 MAX_VARLEN_HEAD = 192
-MANY_PAIRS = 2**22  # of queries and keys of a row; more count as so many
-# Where FlashAttention 4 serves unasked: (features of a head, causal) -> max_q * max_k from which it was measured to be
-# faster in training on an H200 (docs/jagged_attention.md), rows of one length and uneven ones together.
-FLASH_ATTENTION_4_LEADS = {
-    (128, False): MANY_PAIRS,
-    (128, True): MANY_PAIRS,
-    (32, True): MANY_PAIRS,
-    (256, False): 2**20,
-}
 UNSTRUCTURED = "has no targets, contextual tokens, prefixes or masks aligned to the end"
 POSITIVE_SCALE = "needs a positive scale: it masks scores before they are scaled"
 
@@ -154,9 +145,6 @@ def jagged_attention(
         positive_scale=scale > 0,
         few_queries=max_q < 64,
         query_rows=min(max_q * q.shape[1] // k.shape[1], 64),  # of a key head; many count as 64
-        causal=mask.window[1] == 0,
-        row_pairs=min(max_q * max_k, MANY_PAIRS),
-        shared_keys=q.shape[1] != k.shape[1],
         named=backend,
         **{"structured": True} if structure else {},
     )
@@ -247,22 +235,12 @@ def _varlen(
     return None
 
 
-def _flash_attention_4(
-    *,
-    causal: bool = False,
-    row_pairs: int = 0,
-    shared_keys: bool = False,
-    named: str | None = None,
-    **facts: Any,
-) -> str | None:
+def _flash_attention_4(*, named: str | None = None, **facts: Any) -> str | None:
     if reason := _varlen(**facts, chips=((9, 0),), widest=256):
         return reason
     request = dispatch.requested("jagged_attention", named)
     if request is None or request[0] != "flash_attention_4":
-        least = FLASH_ATTENTION_4_LEADS.get((facts["head_dim"], causal))
-        unlike = facts["masked"] != causal or shared_keys or facts["few_queries"]
-        if least is None or row_pairs < least or unlike:
-            return "serves only by name where it was not measured to be faster"
+        return "serves only by name"  # until its tests have run on a GPU
     return _why_flash_attention_4_is_missing()
 
 

@@ -13,6 +13,9 @@ from modules.batch import FeatureSpec, RequestBatch
 from modules.embedding import JaggedSequence, Tokens
 from modules.rewrite import Report, ikbo_rewrite
 
+IN_PROGRAM = "arch."
+"""Before the names of a ranking model's weights, in a program of its `ScoringArch`."""
+
 VendorInputs = tuple[Tensor, ...]
 """Tokens [V, n_v, d], offsets [R + 1] of the requests' vendors and [V + 1] of the vendors' candidates."""
 Sequences = dict[str, tuple[Tensor, Tensor, Tensor]]

@@ -340,6 +340,6 @@ def test_a_server_tells_how_stale_it_is(ranking: Rows, exported: Export, tmp_pat
     app = App(service, follower)
     follower.stop()
     text = app.metrics.text(follower.metrics())
-    assert "gemsmith_model_version 1\n" in text
-    assert "gemsmith_model_step 7\n" in text
+    assert "\ngemsmith_model_version 1\n" in text
+    assert "\ngemsmith_model_step 7\n" in text
     assert 0 <= float(text.split("gemsmith_model_age_seconds ")[-1].split("\n")[0]) < 600

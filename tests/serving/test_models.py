@@ -95,6 +95,7 @@ def test_a_model_is_exported_and_scores(
         assert (about["program"], about["eager"]) == ("model.pt2", None)
     service = Service.from_pretrained(folder, 0 if name in EAGER else 1 << 20)
     scorer, sides = service.scorer, service.scorer.user_sides
+    assert scorer.weights().keys() == model.state_dict().keys()
     scorer.user_sides = None
     assert scorer.traced == (name not in EAGER)
     numbers = [90, 3, 60]
@@ -134,6 +135,7 @@ def test_copies_in_a_model_of_ones_own_are_rewritten_on_request(
         (predictions,) = Service.from_pretrained(tmp_path)([ranking.request(90)])
         actual = torch.tensor([predictions[task] for task in ("click", "like")]).T
         torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+        assert Scorer(tmp_path).weights().keys() == model.state_dict().keys()
     model = PretrainedModel(EAGER["din"], spec)
     with pytest.raises(ValueError, match=r"rewrite=true .*model\.name=din copies no request"):
         export_model(tmp_path, model, ranking.source, ranking.config, {}, dtype, rewriting=True)

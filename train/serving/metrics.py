@@ -47,11 +47,7 @@ class Metrics:
                 *metric("gemsmith_scored_candidates_total", "Candidates scored.", {"": self._candidates}, "counter"),
                 *metric("gemsmith_in_flight", "Calls that send a body, wait or are scored.", {"": self.in_flight}),
                 *metric("gemsmith_score_seconds", "Of a call, from its body to its scores.", seconds, "histogram"),
-                *(
-                    line
-                    for name, (what, value) in gauges.items()
-                    for line in metric(f"gemsmith_{name}", what, {"": value})
-                ),
+                *(line for name, (what, value) in gauges.items() for line in metric(name, what, {"": value})),
                 "",
             ]
         )

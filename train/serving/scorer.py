@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 
 from modules.batch import FeatureSpec, RequestBatch
 from modules.embedding import Tokens
-from modules.models.scoring import Sequences, VendorInputs, scoring_inputs, vendor_inputs
+from modules.models.scoring import IN_PROGRAM, Sequences, VendorInputs, scoring_inputs, vendor_inputs
 from modules.pretrained import PretrainedModel, is_importable, load_embedding, read_description
 from train.config.places import name_here
 from train.loss import TaskLosses
@@ -192,10 +192,11 @@ class Scorer:
                 "CUDA graphs as well"
             )
         found: dict[str, dict[int, Tensor]] = {}
-        for prefix, module in (("embedding.", self.embedding), ("", self._model), ("", self._loaded)):
+        parts = (("", "embedding.", self.embedding), ("", "", self._model), (IN_PROGRAM, "", self._loaded))
+        for of_part, own, module in parts:
             if isinstance(module, nn.Module):
                 for name, tensor in module.state_dict().items():
-                    found.setdefault(prefix + name, {})[tensor.data_ptr()] = tensor
+                    found.setdefault(own + name.removeprefix(of_part), {})[tensor.data_ptr()] = tensor
         return {name: [*tensors.values()] for name, tensors in found.items()}
 
     def _alone(self) -> AbstractContextManager[object]:

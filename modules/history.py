@@ -13,26 +13,17 @@ from modules.batch import FeatureSpec
 from modules.embedding import JaggedSequence, Tokens
 from modules.masknet import MaskNet
 
-AGES = 32
-"""Powers of two of seconds that tokens tell apart; the last stands for all that are longer ago."""
-
 
 class HistoryEncoder(nn.Module):
     """A MaskNet for each event type, then all types merged along time into one jagged sequence.
 
     Different event types are different events, so their positions mean nothing to each other and they must not be put
     side by side along the width. Each type's own output bias is its event-type embedding.
-
-    With `ages`, a token also tells how long before the request its event was: it adds a learned vector, which begins at
-    zero, of the seconds between them rounded down to a power of two.
     """
 
-    def __init__(self, spec: FeatureSpec, dim: int, *, ages: bool = False) -> None:
+    def __init__(self, spec: FeatureSpec, dim: int) -> None:
         super().__init__()
         self.events = spec.histories
-        self.ages = nn.Embedding(AGES, dim) if ages else None
-        if self.ages is not None:
-            nn.init.zeros_(self.ages.weight)
         masks = nn.ModuleList(MaskNet(len(event.fields), dim) for event in spec.histories)
         self.masks = cast("Sequence[MaskNet]", masks)
 
@@ -44,11 +35,7 @@ class HistoryEncoder(nn.Module):
         sequences = []
         for event, mask in zip(self.events, self.masks, strict=True):
             sequence = tokens.histories[event.name]
-            values = mask(sequence.values)
-            if self.ages is not None:
-                age = (1 - sequence.times).clamp(min=1).double().log2().long()
-                values = values + self.ages(age.clamp(max=AGES - 1)).to(values.dtype)
-            sequences.append(JaggedSequence(values, sequence.offsets, sequence.times))
+            sequences.append(JaggedSequence(mask(sequence.values), sequence.offsets, sequence.times))
         if not sequences:
             num_requests, _, dim = tokens.request.shape
             offsets = torch.zeros(num_requests + 1, dtype=torch.int64, device=tokens.request.device)

@@ -217,19 +217,6 @@ def test_history_encoder_keeps_event_types_apart_until_the_merge():
     torch.testing.assert_close(values, torch.stack(rows))
 
 
-def test_events_tell_how_long_ago_they_were():
-    spec = random_spec(num_events=1)
-    encoder, plain = HistoryEncoder(spec, dim=4, ages=True), HistoryEncoder(spec, dim=4)
-    plain.masks.load_state_dict(encoder.masks.state_dict())
-    times = torch.tensor([-(2**40), -8, -7, -1, 0])  # seconds before the request
-    events = JaggedSequence(torch.randn(5, 8), offsets_of([5]), times)
-    tokens = Tokens(torch.zeros(1, 1, 4), torch.zeros(1, 1, 4), {"event0": events})
-    torch.testing.assert_close(encoder(tokens)[0], plain(tokens)[0])
-    torch.nn.init.normal_(encoder.ages.weight)
-    added = encoder(tokens)[0] - plain(tokens)[0]
-    torch.testing.assert_close(added, encoder.ages.weight[[31, 3, 3, 1, 0]])
-
-
 def test_history_encoder_without_histories_gives_empty_rows():
     tokens = Tokens(torch.zeros(3, 2, 4), torch.zeros(5, 1, 4), {})
     values, offsets = HistoryEncoder(random_spec(num_events=0), 4)(tokens)

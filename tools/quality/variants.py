@@ -79,8 +79,6 @@ COMMON = {
 OF_INTERFORMER = {
     **dict(list(COMMON.items())[:5]),
     NO_STATISTICS: epochs(2, "data.statistics=none"),
-    "ages, lr 0.002, dropout": epochs(2, *FASTER, "model.event_ages=true"),
-    "ages, units, lr 0.002, dropout": epochs(2, *FASTER, "model.event_ages=true", "tracking.tags=[units]"),
     "quiet 0.5, lr 0.002, dropout": epochs(2, *FASTER, "tracking.tags=['quiet=0.5']"),
     "flat, lr 0.002, dropout": epochs(2, *FASTER, "tracking.tags=[flat]"),
     "units, lr 0.002, dropout": epochs(2, *FASTER, "tracking.tags=[units]"),
@@ -95,13 +93,7 @@ ARMS = {
     "lightgbm": {BASE: ("model=din", "tracking.tags=[lightgbm]")},
 }
 OF_STATISTICS = re.compile(f"{NO_STATISTICS}|grouped|bent")  # arms of logs that have them
-FIRST = (
-    BASE,
-    "lr 0.002, dropout",
-    "dropout",
-    NO_STATISTICS,
-    "ages, lr 0.002, dropout",
-)  # arms whose seeds do not wait for other arms
+FIRST = (BASE, "lr 0.002, dropout", "dropout", NO_STATISTICS)  # arms whose seeds do not wait for other arms
 
 
 Job = dict[str, Any]
@@ -313,7 +305,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no job later than this after the start")
-    parser.add_argument("--store", action="store_true", help="write docs/quality/variants.json")
+    parser.add_argument(
+        "--store", type=Path, nargs="?", const=STORED / "variants.json", help="write this file, which the page shows"
+    )
     extra = [each for each in arguments if "=" in each and not each.startswith("--")]
     options = parser.parse_args([each for each in arguments if each not in extra])
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -323,7 +317,7 @@ def main(arguments: list[str]) -> int:
     found = run.results(options.out)
     print("\n".join(compared(list(found.values()))))
     if options.store:
-        (STORED / "variants.json").write_text(dumped(found))
+        options.store.write_text(dumped(found))
     return 0 if whole else 1
 
 

@@ -33,9 +33,9 @@ def advice(
     it stopped because they became no better."""
     runtime, optimizer = config.runtime, config.optimizer
     longer = f"runtime.steps={2 * steps}" if runtime.steps else f"runtime.epochs={2 * runtime.epochs}"
-    lower = f"lower optimizer.lr={optimizer.lr} and optimizer.sparse_lr={optimizer.sparse_lr}"
+    lower = f"try a lower optimizer.sparse_lr={optimizer.sparse_lr} and optimizer.lr={optimizer.lr}"
     if not config.model.dropout:
-        lower = f"set model.dropout=0.2, {lower}"
+        lower += ", and model.dropout=0.2"
     said = []
     if optimizer.warmup_steps > steps // optimizer.accumulate:
         said.append(

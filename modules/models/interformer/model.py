@@ -104,11 +104,10 @@ class InterFormer(Ranker):
         sequence_context: str = option("request", choices=["request", "candidate"])
         # what informs the other in a layer: both | the sequence the features | the features the sequence | neither
         information_flow: str = option("both", choices=["both", "s2n", "n2s", "none"])
-        event_ages: bool = False  # events tell how long ago they were, in powers of two of seconds
         head_hidden: list[int] = option([128, 64], least=1)
 
         shared: ClassVar[frozenset[str]] = frozenset(
-            {"num_cls", "num_recent", "sequence_context", "event_ages", "head_hidden", "jagged_interaction"}
+            {"num_cls", "num_recent", "sequence_context", "head_hidden", "jagged_interaction"}
         )
         retired: ClassVar[dict[str, Any]] = {"dhen_layers": 1}
         moved: ClassVar[dict[str, str]] = {
@@ -193,7 +192,7 @@ class InterFormer(Ranker):
         later = num_tokens if self.per_candidate else num_request + config.num_cls
         layers += [layer(each, later, num_tokens) for each in of_layers[1:]]
 
-        self.history = HistoryEncoder(spec, config.dim, ages=config.event_ages)
+        self.history = HistoryEncoder(spec, config.dim)
         self.layers = cast("Sequence[InterFormerLayer]", nn.ModuleList(layers))
         self.head_summary = Summary(num_tokens, config)
         self.head_cross = cross(config, num_tokens)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -375,3 +377,28 @@ def test_a_server_tells_how_stale_it_is(ranking: Rows, exported: Export, tmp_pat
     assert "\ngemsmith_model_version 1\n" in text
     assert "\ngemsmith_model_step 7\n" in text
     assert 0 <= float(text.split("gemsmith_model_age_seconds ")[-1].split("\n")[0]) < 600
+
+
+def test_a_server_stops_while_a_version_is_read(
+    ranking: Rows, exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, reading, end = (
+        Service.from_pretrained(exported(DIN_SMALL, ranking)[0]),
+        threading.Event(),
+        threading.Event(),
+    )
+
+    def slow(place: Place) -> list[int]:
+        reading.set()
+        end.wait(20)
+        return []
+
+    monkeypatch.setattr(Place, "versions", slow)
+    app = App(service, Follower(service.scorer, tmp_path))
+    assert reading.wait(10)
+    begun = time.monotonic()
+    asyncio.run(app._drain())
+    assert time.monotonic() - begun < 5
+    end.set()
+    assert app.follower is not None
+    app.follower.stop()

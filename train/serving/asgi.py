@@ -105,7 +105,7 @@ class App:
         """Take no more calls, and let open ones end."""
         self.draining = True
         if self.follower is not None:
-            self.follower.stop()
+            self.follower.stop(0)  # a version may take minutes to read, and open calls are answered by this thread
         end = time.monotonic() + self.drain_seconds
         while self.metrics.in_flight and time.monotonic() < end:
             await asyncio.sleep(0.02)

@@ -83,10 +83,11 @@ class Follower:
         self._thread = threading.Thread(target=self._run, name="follow", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, seconds: float | None = None) -> None:
+        """`seconds`: how long to wait for a version that is being read; None: to its end."""
         self._ended.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)
 
     def _run(self) -> None:
         while not self._ended.is_set():

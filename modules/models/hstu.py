@@ -27,8 +27,8 @@ class HSTULayer(nn.Module):
     - `scale`: 1 / sqrt(d) unless given, as in generative-recommenders' production layer; its research layer has 1.
     - `epsilon` of both norms, 1e-6 in either. It counts in the second: what is divided by a length of 200 or more has a
       variance below it where few events are seen, and rows of few events are scaled down.
-    - `divide_by`: "max_length" is the constant of that name, as published, "length" a row's own, by which rows of few
-      events are not scaled down. Neither depends on a row's neighbours.
+    - `divide_by`: "max_length" is the constant of that name, as published, "length" the number of a row's tokens up to
+      each, by which those of few events are not scaled down. Neither depends on later events or on other rows.
     """
 
     def __init__(
@@ -95,11 +95,17 @@ class HSTULayer(nn.Module):
         )
         attended = attended.flatten(1)
         if self.by_row:
-            lengths = offsets.diff()
-            seen = lengths if num_targets is None else lengths - num_targets + 1  # targets see one, themselves
-            seen = torch.repeat_interleave(seen, lengths, output_size=x.shape[0])[:, None]
-            attended = attended / seen
+            attended = attended / self._shown(offsets, num_targets, x.shape[0])[:, None]
         return x + self.output(self.dropout(self.norm(attended.to(gate.dtype)) * gate))
+
+    def _shown(self, offsets: Tensor, num_targets: Tensor | None, total: int) -> Tensor:
+        """[N]: how many tokens each is shown, whatever the window: its own place and those before, never later ones."""
+        lengths = offsets.diff()
+        history = lengths if num_targets is None else lengths - num_targets
+        starts, history = (torch.repeat_interleave(x, lengths, output_size=total) for x in (offsets[:-1], history))
+        place = torch.arange(total, device=offsets.device) - starts
+        shown = torch.minimum(place, history) + 1  # targets do not see each other
+        return torch.where((place < self.masks["contextual"]) & (place < history), history, shown)
 
     def norm(self, x: Tensor) -> Tensor:
         if self.epsilon == EPSILON:
@@ -116,7 +122,7 @@ class HSTULayerConfig(StackConfig):
     time_buckets: int = 0  # the same for so many log buckets of the seconds from an event to the one to predict
     scale: float | None = None  # of scores before their biases; null: 1 / sqrt(width of a head)
     epsilon: float = EPSILON  # of the norms; 1e-6 as published
-    # Weights of a row's events are divided by the most that a row has (as published), or by how many it has.
+    # Weights of events are divided by the most that a row has (as published), or by how many there are up to a token.
     divide_by: str = option("max_length", choices=["max_length", "length"])
 
     def check_layer(self) -> None:

@@ -181,6 +181,8 @@ def test_hstu_layer_is_the_published_equation_in_float64(name: str) -> None:
     rows = [plain_layer(layer, name, x[part], times[part], following[part]) for part in parts]
     out = layer(x, torch.tensor([0, 3, 5]), times, following)
     torch.testing.assert_close(out, torch.cat(rows), rtol=0, atol=1e-6)
+    begun = layer(x[:2], torch.tensor([0, 2]), times[:2], following[:2])
+    torch.testing.assert_close(begun, out[:2], rtol=0, atol=1e-9)  # how many events follow is not known yet
     other = HSTULayer(4, 2, max_length=200, dropout=0.0, time_buckets=3, epsilon=3e-6).double()
     other.load_state_dict(layer.state_dict())
     assert (other(x, torch.tensor([0, 3, 5]), times, following) - out).abs().max() > 1e-4
@@ -211,7 +213,7 @@ def plain_layer(layer: HSTULayer, name: str, x: Tensor, times: Tensor, following
                 bucket = min(int(torch.tensor(gap, dtype=torch.float64).log() / 0.301), 2)
                 score = query[i, part] @ key[j, part] * scale
                 score = score + layer.position_bias[head, j - i + 199] + layer.time_bias[head, bucket]
-                out[i, part] += torch.nn.functional.silu(score) / (len(x) if name == "length" else 200) * value[j, part]
+                out[i, part] += torch.nn.functional.silu(score) / (i + 1 if name == "length" else 200) * value[j, part]
     return x + layer.output(norm(out, out.shape[1:]) * gate)
 
 

@@ -214,6 +214,8 @@ def test_every_experiment_takes_two_steps(experiment: str, tmp_path: Path, cache
         small += ["model.dim=32"]  # a step of the width for GPUs takes seconds
     if experiment == "production_mxfp8_h200":
         small += ["model.moe.expert_dim=64", "data.num_request_features=8", "data.num_candidate_features=8"]
+    if experiment == "tokenmixer_h200":
+        small += ["model.token_dim=32", "model.head_hidden=[16]"]
     off = ["tracking.wandb=disabled", f"data.cache_dir='{cache}'"]
     train_here(tmp_path / "run", base=[f"+experiment={experiment}", *small, *off, "runtime.log_every=1"])
     assert json.loads((tmp_path / "run" / "results.json").read_text())["step"] == 2

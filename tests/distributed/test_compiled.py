@@ -21,6 +21,9 @@ def test_compiled_ranks_train_as_others_do(ranks: int, tmp_path: Path) -> None:
     compiled, plain = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("compiled", "plain"))
     losses = [record.values["loss"] for record in plain if record.split == "train"]
     assert [record.values["loss"] for record in compiled if record.split == "train"] == pytest.approx(losses, rel=1e-5)
-    assert "ones: 1 MLP, 1 JaggedFeatureInteraction, 2 DotInteraction, 1 TaskHeads" in (tmp_path / "compiled" / "train.log").read_text()
+    assert (
+        "ones: 1 MLP, 1 JaggedFeatureInteraction, 2 DotInteraction, 1 TaskHeads"
+        in (tmp_path / "compiled" / "train.log").read_text()
+    )
     results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("compiled", "plain")]
     assert results[0]["test"]["click/ne"] == pytest.approx(results[1]["test"]["click/ne"], rel=1e-4)

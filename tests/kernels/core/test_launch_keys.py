@@ -82,7 +82,8 @@ ELSEWHERE = ("kernels.moe.", "kernels.ikbo.hopper.lce_forward", "kernels.core.la
 
 def all_launchers() -> dict[str, Launcher]:
     """Every launcher of the kernels, by its name."""
-    modules = [import_module(found.name) for found in pkgutil.walk_packages(kernels.__path__, "kernels.")]
+    names = [found.name for found in pkgutil.walk_packages(kernels.__path__, "kernels.")]
+    modules = [import_module(name) for name in names if not name.endswith("flash_attention_4")]  # has none of its own
     return {
         f"{module.__name__}.{name}": value
         for module in modules

@@ -29,7 +29,8 @@ def project_qkv(
 
     x and the weight are of one dtype, under autocast of its own. ValueError for other shapes and for several dtypes.
     """
-    width, rest = divmod(weight.shape[0], 3 * heads)
+    # Not divmod, which Dynamo refuses for a size that is not fixed.
+    width, rest = weight.shape[0] // (3 * heads), weight.shape[0] % (3 * heads)
     if x.dim() != 2 or weight.dim() != 2 or weight.shape[1] != x.shape[1] or rest:
         raise ValueError(
             f"x must be [N, D] and weight [3 * heads={heads} * d, D], got {tuple(x.shape)} and {tuple(weight.shape)}"

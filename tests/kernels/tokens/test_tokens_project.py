@@ -82,11 +82,12 @@ def test_compiled_for_hopper(head: int, columns: int, table: bool) -> None:
     assert compiled.shared_bytes <= 227 * 1024
 
 
-def test_in_compiled_code_under_autocast_and_bad_shapes() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_in_compiled_code_under_autocast_and_bad_shapes(dynamic: bool) -> None:
     x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(24, 4, requires_grad=True)
     angle = torch.rand(3, 2)
     call = partial(project_qkv, cos=angle.cos(), sin=angle.sin(), heads=2)
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for ours, expected in zip(compiled(x, weight), call(x, weight), strict=True):
         torch.testing.assert_close(ours, expected)
     value = call(x, weight)[2]

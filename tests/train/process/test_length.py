@@ -89,7 +89,7 @@ def test_what_is_given_stays_and_the_rest_follows_it() -> None:
 def test_experiments_are_as_they_were(experiment: str) -> None:
     config = config_of(f"+experiment={experiment}")
     length.settle(config, 1_000_000, True, 1)
-    found = {key: length._get(config, key) for key in length.KEYS}
+    found = {key: length._get(config, key, False) for key in length.KEYS}
     of_experiment = {
         "synthetic_moe": {"data.batch_size": 512, "optimizer.warmup_steps": 200, "optimizer.lr": 5e-4},
         "ml1m_quality": {"data.batch_size": 2048, "runtime.epochs": 2, "runtime.evals_per_epoch": 4},

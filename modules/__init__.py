@@ -21,6 +21,6 @@ from modules.rewrite import ikbo_rewrite
 __all__ = [
     "LCE", "MLP", "PMA", "CrossLayerAttention", "DHENLayer", "GDPABlock", "GDPAPooling", "GDPASelfAttention",
     "JaggedFeatureInteraction", "JaggedSelfAttention", "MoE", "PersonalizedFFN", "PyramidLevel", "SeedPooling",
-    "SelfAndTargetAttention", "SharedLinear", "SumKronLinear", "TargetAttention", "TokenAttention", "TokenFeedForward", "TokenLinear",
-    "WukongExperts", "WukongLayer", "ikbo_rewrite", "linear_of_both", "update_router_biases",
+    "SelfAndTargetAttention", "SharedLinear", "SumKronLinear", "TargetAttention", "TokenAttention", "TokenFeedForward",
+    "TokenLinear", "WukongExperts", "WukongLayer", "ikbo_rewrite", "linear_of_both", "update_router_biases",
 ]  # fmt: skip

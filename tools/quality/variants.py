@@ -6,7 +6,8 @@ Logs are generated first where they are missing (`tools.datasets.business_logs`)
 in the results beside it. What no key of the configuration says is patched in here, by words of `tracking.tags`:
 `restart` begins the tables anew with each epoch; `quiet=X` is the root mean square below which
 `modules.layers.norms.row_norm` takes a row for unlearned; `flat` and `units` give InterFormer's head all tokens as they
-end, and DIN's units; `grouped` makes a token of each group of statistics, `bent` makes tokens of numbers by a small network.
+end, and DIN's units; `grouped` makes a token of each group of statistics, `bent` makes tokens of numbers by a small
+network.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from modules.config import ModelConfig
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.models import build
 from modules.models.interformer.model import InterFormer
 from modules.models.kunlun import Kunlun

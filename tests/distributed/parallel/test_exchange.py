@@ -119,12 +119,31 @@ def _shared_experts_run_while_tokens_travel() -> None:
     assert events == ["start", "finish", "start", "shared", "finish"]
 
 
+def _a_token_of_a_kind_travels_once() -> None:
+    """Forth, and mixed back; by `AllToAll` once for each of its two experts."""
+    start, sent = exchange._Transfer.start, []
+
+    def noted(transfer: exchange._Transfer, rows: Tensor) -> None:
+        sent.append(tuple(rows.shape))
+        start(transfer, rows)
+
+    for dispatcher, count in ((AllToAll(dist.group.WORLD), 12), (ByKind(dist.group.WORLD, 2), 6)):
+        layer, sent[:] = _layer(2, 2), []
+        for name, parameter in list(layer.experts.named_parameters()):
+            setattr(layer.experts, name, torch.nn.Parameter(parameter.detach().chunk(2)[dist.get_rank()].clone()))
+        layer.dispatcher = dispatcher
+        with mock.patch.object(exchange._Transfer, "start", noted):
+            layer(torch.randn(6, DIM, dtype=torch.float64))
+        assert [shape for shape in sent if shape[1] == DIM] == [(count, DIM)] * 2
+
+
 def _cases(ranks: int) -> None:
     world = distributed.start(RuntimeConfig(device="cpu", threads=1))
     _tokens_that_do_not_go_to_all_experts_are_refused_by_the_form_for_those_that_do()
     if ranks == 2:
         _rounded(world)
         _shared_experts_run_while_tokens_travel()
+        _a_token_of_a_kind_travels_once()
     for top_k in (2, EXPERTS):
         for counts in ((5, 3), (0, 7), (0, 0)) if ranks > 1 else ((5,), (0,)):
             _same_as_whole(world, counts, top_k)

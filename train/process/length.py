@@ -30,6 +30,7 @@ EPOCHS = 2, 10  # of fewer requests, at least and at most
 PATIENCE = 2  # epochs without a better validation
 PER_EPOCH = 2  # validations of several epochs
 IN_ONE = 4  # validations of a single one
+PART = "model.plain_head"  # which weights have or lack
 FEW = 100_000  # requests; models that leave keys of their own open memorise fewer of them less with these settings
 OF_FEW = {"optimizer.lr": 2e-3, "optimizer.sparse_lr": 5e-3, "model.dropout": 0.2, "model.plain_head": True}
 WARMUP = 20  # dense steps, in a run of 10 times as many
@@ -59,11 +60,19 @@ def settle(config: Config, requests: int, validated: bool, ranks: int = 1) -> No
 
 
 def restore(config: Config, world: World, run_dir: Path) -> None:
-    """Replace each of `KEYS` that is None by what an earlier start of the run had: it may resume on other ranks."""
+    """Replace each of `KEYS` that is None by what an earlier start of the run had: it may resume on other ranks.
+
+    A run that begins with weights (`checkpoint.load`) has the parts that these have.
+    """
     earlier = world.by_first(lambda: _earlier(run_dir))
     for key in KEYS:
         if _get(config, key) is None and earlier.get(key) is not None:
             _set(config, key, earlier[key])
+    if _get(config, PART, False) is None:
+        loaded = Path(config.checkpoint.load or "")
+        theirs = earlier or (world.by_first(lambda: _earlier(loaded)) if config.checkpoint.load else {})
+        if theirs:
+            _set(config, PART, theirs[PART] or False)
 
 
 def check(config: Config, steps: int, validated: bool, log_it: bool) -> None:
@@ -111,8 +120,9 @@ def _choose(config: Config, key: str, requests: int, validating: bool, ranks: in
 
 
 def _earlier(run_dir: Path) -> dict[str, Any]:
-    file = run_dir / "config.json"
-    if not file.exists():
+    """Of a run or a checkpoint; empty where there is none."""
+    file = next((file for name in ("config.json", "meta.json") if (file := run_dir / name).exists()), None)
+    if file is None:
         return {}
     saved = json.loads(file.read_text())["config"]
     return {key: saved.get(key.split(".")[0], {}).get(key.split(".")[1]) for key in KEYS}

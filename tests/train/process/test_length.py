@@ -139,3 +139,15 @@ def test_a_plain_description_of_few_rows_trains_enough(tmp_path: Path) -> None:
     world: Any = type("World", (), {"by_first": lambda self, make: make()})()
     length.restore(config, world, tmp_path / "once")
     assert (config.data.batch_size, config.runtime.epochs) == (256, 1)
+
+
+@pytest.mark.parametrize(("saved", "expected"), [({"plain_head": True}, True), ({}, False), (None, None)])
+def test_a_run_has_the_parts_of_the_weights_with_which_it_begins(tmp_path: Path, saved: Any, expected: Any) -> None:
+    world: Any = type("World", (), {"by_first": lambda self, make: make()})()
+    if saved is not None:
+        (tmp_path / "meta.json").write_text(json.dumps({"config": {"model": saved}}))
+    for place in ("load", "run_dir"):
+        config = copy.deepcopy(plain())
+        config.checkpoint.load = str(tmp_path) if place == "load" else None
+        length.restore(config, world, tmp_path if place == "run_dir" else tmp_path / "none")
+        assert config.model.plain_head is expected  # None: by the size of the data

@@ -24,9 +24,8 @@ FIXED = dict(zip(KEYS, (256, 1, 1, 0, 20, 1e-3, 0.02, 0.0, False), strict=True))
 """For data that comes with this repository, whose measurements are of these."""
 STEPS = 256  # of an epoch at least, if batches of SMALLEST allow it
 SMALLEST, LARGEST = 32, 256  # requests of a rank's batch
-ONCE = 1_000_000  # requests that need one epoch; fewer take as many as make ...
-RUN_STEPS = 384  # ... about so many steps, and no more: ids are memorised, and rates should have fallen before
-EPOCHS = 2, 10  # of fewer requests, at least and at most
+ONCE = 1_000_000  # requests that need one epoch
+EPOCHS = 2, 10  # of fewer, at least and at most; more than 2 only for `STEPS` in all: later ones memorise ids
 PATIENCE = 2  # epochs without a better validation
 PER_EPOCH = 2  # validations of several epochs
 IN_ONE = 4  # validations of a single one
@@ -110,7 +109,7 @@ def _choose(config: Config, key: str, requests: int, validating: bool, ranks: in
     if key == "runtime.epochs":
         if runtime.steps or requests >= ONCE:
             return 1
-        return min(max(EPOCHS[0], round(RUN_STEPS / -(-requests // (config.data.batch_size * ranks)))), EPOCHS[1])
+        return min(max(EPOCHS[0], round(STEPS / -(-requests // (config.data.batch_size * ranks)))), EPOCHS[1])
     if key == "runtime.evals_per_epoch":
         return 1 if not validating else IN_ONE if runtime.epochs == 1 else PER_EPOCH
     if key == "runtime.early_stop":

@@ -131,9 +131,9 @@ def test_a_plain_description_of_few_rows_trains_enough(tmp_path: Path) -> None:
     once = auc("once", *before)
     assert auc("open") > max(0.95, once + 0.1)
     saved = json.loads((tmp_path / "open" / "config.json").read_text())["config"]
-    assert (saved["data"]["batch_size"], saved["runtime"]["epochs"], saved["runtime"]["early_stop"]) == (32, 10, 4)
+    assert (saved["data"]["batch_size"], saved["runtime"]["epochs"], saved["runtime"]["early_stop"]) == (32, 7, 4)
     log = (tmp_path / "open" / "train.log").read_text()
-    assert "1,200 training requests: data.batch_size=32 runtime.epochs=10" in log
+    assert "1,200 training requests: data.batch_size=32 runtime.epochs=7" in log
     # Another start of the run has what it began with, whatever the data says by then.
     config = copy.deepcopy(plain())
     world: Any = type("World", (), {"by_first": lambda self, make: make()})()

@@ -13,9 +13,11 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Optional, Self, Union, cast, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
-    SettledShare, SettledFlag = float, bool
+    SettledShare = float
+    SettledFlag = bool
 else:
-    SettledShare, SettledFlag = Optional[float], Optional[bool]  # noqa: UP045
+    SettledShare = Optional[float]  # noqa: UP045
+    SettledFlag = Optional[bool]  # noqa: UP045
 """What a run may choose at its start where it is null, as `Settled` of `train.config.schema`."""
 
 

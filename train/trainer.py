@@ -15,11 +15,13 @@ from torch import Tensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from modules.batch import RequestBatch
+from modules.loss import shares_of_tasks
 from modules.models.ranking import LowerLogits
 from train.build import build
 from train.checkpoint import load as checkpoint
 from train.checkpoint import warm_start
 from train.checkpoint.progress import Progress
+from train.checkpoint.publish import Place, Publisher, run_id
 from train.checkpoint.save import Checkpointer
 from train.checkpoint.state import model_state
 from train.config.environment import to_saved
@@ -31,7 +33,6 @@ from train.data.loading.loader import LoaderOptions, build_loader, reading
 from train.data.source import Source
 from train.evaluate import evaluate_split
 from train.evaluate.distill import build_distillation
-from train.loss import shares_of_tasks
 from train.metrics import ScoreHistogram
 from train.optim.balance import Balance
 from train.optim.dense import Optimizer
@@ -44,17 +45,17 @@ from train.process import length, precision
 from train.process import lock as lock_of_run
 from train.process.distributed import World
 from train.process.files import write_json
+from train.process.logs import setup_logging
 from train.process.memory import reset_peak_memory
 from train.process.preemption import Preempted, Preemption
 from train.process.signals import STATUS
 from train.process.stall import StallWatch
-from train.publish import Place, Publisher, run_id
 from train.record import versions
 from train.record.advice import advice, ending
+from train.record.launching import LaunchWatch
 from train.record.meters import Meters
 from train.record.tracing import StepTracer
-from train.record.tracking import METRICS_FILE, Tracker, read_metrics, setup_logging
-from train.speedup.launching import LaunchWatch
+from train.record.tracking import METRICS_FILE, Tracker, read_metrics
 
 log = logging.getLogger(__name__)
 

@@ -104,7 +104,7 @@ class Trainer:
             self.job.losses,
             self.source.spec,
             optimizer.task_weights | dict.fromkeys(self._unlabelled(), 0.0),
-            self.distillation and self.distillation.loss,
+            None if self.distillation is None else self.distillation.loss,
             world.device,
         )
         kind = PrefetchPipeline if self.job.prefetches else TrainPipelineSparseDist

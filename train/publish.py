@@ -64,6 +64,9 @@ class Place:
         except (ImportError, ValueError) as error:
             raise ValueError(f"{url}: {error}; name a folder, or a URL whose package for fsspec is installed") from None
         self.is_local = isinstance(self.files, LocalFileSystem)
+
+    def create(self) -> None:
+        """For who writes. One who reads a folder that is not there has mistyped it."""
         if self.is_local:
             Path(self.root).mkdir(parents=True, exist_ok=True)
 
@@ -96,6 +99,7 @@ class Place:
 
     def put(self, name: str, write: Callable[[Path], None]) -> dict[str, int]:
         """Let `write` make a file, which then appears here. Its size and checksum."""
+        self.create()
         with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=self.root if self.is_local else None) as scratch:
             file = Path(scratch, name)
             write(file)
@@ -140,6 +144,7 @@ class Publisher:
         self.version = self._last() if world is None else world.by_first(self._last)
 
     def _last(self) -> int:
+        self.place.create()
         self.place.clean()
         versions = self.place.versions()
         if not versions:

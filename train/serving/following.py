@@ -58,7 +58,7 @@ class Follower:
         if self.place.is_local and not (folder := Path(self.place.root)).is_dir():
             nearest = next(each for each in folder.parents if each.exists())
             raise ValueError(
-                f"there is no folder {folder} to follow, but {nearest}; a run with publish.every makes it when it starts"
+                f"there is no folder {folder} to follow, but {nearest}; a run with publish.every makes it at its start"
             )
         self.error: str | None = None
         self.failures = 0

@@ -169,6 +169,8 @@ class App:
         kind = headers.get(b"content-type", JSON.encode()).decode("latin-1").partition(";")[0].strip().lower()
         if kind not in CODECS:
             raise HTTPError(415, f"content-type {cut(kind)} is not read; {SEND}")
+        if (coding := headers.get(b"content-encoding", b"identity").decode("latin-1")) != "identity":
+            raise HTTPError(415, f"content-encoding {cut(coding)} is not read; send the body as it is")
         if self.draining:
             raise HTTPError(503, "the server stops; ask another one")
         if self.metrics.in_flight >= self.most_waiting:
@@ -219,16 +221,16 @@ class App:
         return HTTPError(413, f"a body has up to {self.most_bytes} bytes; send fewer requests at once")
 
     async def _body(self, receive: Receive) -> bytes:
-        parts, size, more = [], 0, True
+        body, more = bytearray(), True  # of however many parts
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise HTTPError(400, "the client left before its request was whole")
-            parts.append(message.get("body", b""))
-            size, more = size + len(parts[-1]), message.get("more_body", False)
-            if size > self.most_bytes:
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self.most_bytes:
                 raise self._too_large()
-        return b"".join(parts)
+        return bytes(body)
 
 
 def _json(value: Any) -> bytes:

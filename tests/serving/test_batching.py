@@ -21,7 +21,7 @@ class Counted:
     """A service that notes how many requests each call of it has."""
 
     def __init__(self, service: Service) -> None:
-        self.tasks, self.scorer, self.sizes = service.tasks, service.scorer, list[int]()
+        self.tasks, self.scorer, self.check, self.sizes = service.tasks, service.scorer, service.check, list[int]()
         self._service = service
 
     def __call__(self, requests: list[Any]) -> list[dict[str, list[Any]]]:
@@ -95,6 +95,7 @@ def test_a_wrong_call_is_not_the_others_error(ranking: Rows, service: Counted) -
     ):
         assert (status, expected in said["error"]) == (400, True), said
         assert "request 0" in said["error"]
+    assert service.sizes == [6, 3]  # all, and those that are right: the caller's that left, too
     assert app.metrics.in_flight == 0
 
 

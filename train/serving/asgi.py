@@ -84,9 +84,8 @@ class App:
         if batch_milliseconds:
             if service.scorer.user_sides is not None:
                 raise ValueError("user sides are kept of calls that are scored one by one; use batch_milliseconds=0")
-            self.batches = Batches(
-                lambda requests: self.service(requests), self._threads, batch_milliseconds / 1e3, batch_candidates
-            )
+            seconds = batch_milliseconds / 1e3
+            self.batches = Batches(service, service.check, self._threads, seconds, batch_candidates)
         self.follower = follower
         if follower is not None:
             follower.start()

@@ -16,11 +16,13 @@ class Batches:
     """`await batches(requests)`: their results, scored in `threads` with those of other calls.
 
     A batch is scored `seconds` after its first call came, or as soon as it has `most_candidates`; a call with more is
-    one of its own. Where a batch fails, its calls are scored one by one, so that each gets its own error.
+    one of its own. Where a batch fails, calls that `check` refuses get its error, and the others are scored.
     """
 
-    def __init__(self, score: Score, threads: Executor, seconds: float, most_candidates: int) -> None:
-        self._score, self._threads = score, threads
+    def __init__(
+        self, score: Score, check: Callable[[Requests], None], threads: Executor, seconds: float, most_candidates: int
+    ) -> None:
+        self._score, self._check, self._threads = score, check, threads
         self._seconds, self._most = seconds, most_candidates
         self._calls: list[tuple[Requests, asyncio.Future[Results]]] = []
         self._candidates = self._batches = 0
@@ -69,15 +71,22 @@ class Batches:
     def _of_all(self, calls: list[Requests]) -> list[Results | Exception]:
         try:
             results = iter(self._score([request for requests in calls for request in requests]))
+            return [[next(results) for _ in requests] for requests in calls]
         except Exception as error:
-            return [self._of_one(requests) for requests in calls] if len(calls) > 1 else [error]
-        return [[next(results) for _ in requests] for requests in calls]
+            if len(calls) == 1:
+                return [error]
+        faults = [self._fault(requests) for requests in calls]
+        if not any(faults):
+            return [self._of_all([requests])[0] for requests in calls]
+        rest = iter(self._of_all([requests for requests, fault in zip(calls, faults, strict=True) if fault is None]))
+        return [fault or next(rest) for fault in faults]
 
-    def _of_one(self, requests: Requests) -> Results | Exception:
+    def _fault(self, requests: Requests) -> Exception | None:
         try:
-            return self._score(requests)
+            self._check(requests)
         except Exception as error:
             return error
+        return None
 
     def metrics(self) -> dict[str, tuple[str, float]]:
         """What each is, and its value, by name."""

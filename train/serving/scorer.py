@@ -140,18 +140,9 @@ class Scorer:
         """Predictions [C, outputs] of the candidates of all requests, probabilities of binary tasks; a task of several
         classes has a column for each.
 
-        ValueError for too many candidates or events of a request, and numbers that are not finite (of a batch on the
-        host; one that is on the GPU already is not read back).
+        ValueError for what `check` refuses.
         """
-        most = _most_candidates(batch)
-        if most > self.max_candidates:
-            raise ValueError(
-                f"a request has 0 to {self.max_candidates} candidates here, got {most}; score fewer at once, or export "
-                f"with max_candidates={most}"
-            )
-        if batch.row.device.type == "cpu":
-            _refuse_not_finite(batch, self.spec)
-        self._refuse_long(batch)
+        self.check(batch)
         if batch.num_candidates == 0:
             return torch.zeros(0, self.spec.num_outputs, device=self.device)
         key = None
@@ -165,6 +156,19 @@ class Scorer:
             if key is not None:
                 return self.losses.predict(self._by_halves(key, batch))
             return self.losses.predict(self._logits(self.embedding(batch), batch))
+
+    def check(self, batch: RequestBatch) -> None:
+        """ValueError for too many candidates or events of a request, and numbers that are not finite (of a batch on the
+        host; one that is on the GPU already is not read back)."""
+        most = _most_candidates(batch)
+        if most > self.max_candidates:
+            raise ValueError(
+                f"a request has 0 to {self.max_candidates} candidates here, got {most}; score fewer at once, or export "
+                f"with max_candidates={most}"
+            )
+        if batch.row.device.type == "cpu":
+            _refuse_not_finite(batch, self.spec)
+        self._refuse_long(batch)
 
     def _by_halves(self, key: bytes, batch: RequestBatch) -> Tensor:
         assert self.user_sides is not None

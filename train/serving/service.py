@@ -50,6 +50,11 @@ class Service:
                 results[place] = {task: values[first:end] for task, values in columns.items()}
         return results
 
+    def check(self, requests: Sequence[Mapping[str, Any]]) -> None:
+        """ValueError for requests that a call refuses."""
+        if requests:
+            self.scorer.check(self.read.batch(requests))
+
     def _by_task(self, rows: list[list[float]]) -> dict[str, list[Any]]:
         spec, columns, first = self.scorer.spec, {}, 0
         for task, width in zip(spec.tasks, spec.outputs or [1] * len(spec.tasks), strict=True):

@@ -2,8 +2,8 @@
 
 Fresh models on generated requests: a user with 100 events, and candidates with two ids, a list of tags and two numbers.
 Calls go through the ASGI application, from the body to the answer, without a network. One thread of PyTorch a call.
-`--clients` compares batches of concurrent calls with calls by themselves. `--load` has 200 clients for a minute, and a tenth
-of their calls are wrong.
+`--clients` compares batches of concurrent calls with calls by themselves. `--load` has 200 clients for a minute, with a
+tenth of their calls wrong.
 """
 
 from __future__ import annotations

@@ -48,12 +48,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-import modules.lce
-import modules.target_attention
 from kernels.core import dispatch
 from modules.batch import RequestBatch, with_candidates
 from modules.broadcast import CandidateRows
-from modules.interaction import DHENLayer
+from modules.layers.attention import target_attention
+from modules.layers.interaction import lce
+from modules.layers.interaction.dot_cross import DHENLayer
 from modules.models import build
 from modules.models.scoring import ScoringArch, scoring_inputs
 from modules.pretrained import PretrainedModel
@@ -261,7 +261,7 @@ class Job:
 @contextmanager
 def net_splitting() -> Iterator[None]:
     """What belongs to a request is copied to its candidates where an operator reads both; one request at a time."""
-    compress, attend, mix = modules.lce.linear_compression, modules.target_attention.target_attention, DHENLayer.forward
+    compress, attend, mix = lce.linear_compression, target_attention.target_attention, DHENLayer.forward
 
     def copied(x: Tensor, count: int) -> Tensor:
         return x.expand(count, *x.shape[1:]).contiguous()
@@ -283,8 +283,8 @@ def net_splitting() -> Iterator[None]:
         return mix(self, candidate, request, rows)
 
     with (
-        mock.patch.object(modules.lce, "linear_compression", compressed),
-        mock.patch.object(modules.target_attention, "target_attention", attended),
+        mock.patch.object(lce, "linear_compression", compressed),
+        mock.patch.object(target_attention, "target_attention", attended),
         mock.patch.object(DHENLayer, "forward", mixed),
     ):
         yield

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from modules.batch import RequestBatch
 from modules.config import ManagedTable, ModelConfig
 from modules.models import MODELS
 from modules.models.baselines import DIN
@@ -422,6 +423,32 @@ def test_calls_are_scored_with_one_version_each(ranking: Rows, exported: Export,
         thread.join()
     for result in found:
         assert any(torch.allclose(result, each, rtol=1e-5, atol=1e-6) for each in expected)
+
+
+def test_all_groups_of_a_call_are_scored_with_one_version(
+    ranking: Rows, exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.serving.service.MOST_PADDED", 1)
+    folder, model = exported(DIN_SMALL, ranking)
+    service, request = Service.from_pretrained(folder), ranking.request(60)
+    expected = service([request])
+    Publisher(Place(tmp_path), "run", ranking.source.fingerprint).publish(Training(model).step(), 1)
+    follower, score = Follower(service.scorer, tmp_path), Scorer.__call__
+    looking = threading.Thread(target=follower.look)
+
+    def scored(scorer: Scorer, batch: RequestBatch) -> Tensor:
+        found = score(scorer, batch)
+        if not looking.ident:
+            looking.start()
+            while not scorer.gate._closed:
+                time.sleep(0.001)
+        return found
+
+    monkeypatch.setattr(Scorer, "__call__", scored)
+    assert service([request] * 3) == expected * 3
+    looking.join(60)
+    assert follower.version == 1
+    assert service([request]) != expected
 
 
 def test_a_server_tells_how_stale_it_is(ranking: Rows, exported: Export, tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_requests_of_unlike_lengths_are_scored_as_alone(
         sizes.append(batch.num_requests)
         return score(batch)
 
-    counted.device, counted.spec = score.device, score.spec  # type: ignore[attr-defined]
+    counted.device, counted.spec, counted.gate = score.device, score.spec, score.gate  # type: ignore[attr-defined]
     app.service.scorer = counted  # type: ignore[assignment]
     for got, wanted in zip(app.service(requests), expected, strict=True):
         assert got == {task: pytest.approx(values, rel=1e-5) for task, values in wanted.items()}

@@ -39,20 +39,28 @@ SMALLEST = 16
 
 
 class Gate:
-    """Many may pass at once, or one with the door closed, who waits for those inside and lets nobody in."""
+    """Many may pass at once, or one with the door closed, who waits for those inside and lets nobody in.
+
+    Who is inside may pass again, and does not wait.
+    """
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
+        self._condition, self._of_thread = threading.Condition(), threading.local()
         self._inside, self._closed = 0, False
 
     @contextmanager
     def passing(self) -> Iterator[None]:
+        if getattr(self._of_thread, "inside", False):
+            yield
+            return
         with self._condition:
             self._condition.wait_for(lambda: not self._closed)
             self._inside += 1
+        self._of_thread.inside = True
         try:
             yield
         finally:
+            self._of_thread.inside = False
             with self._condition:
                 self._inside -= 1
                 self._condition.notify_all()

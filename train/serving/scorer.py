@@ -196,7 +196,7 @@ class Scorer:
     def weights(self) -> dict[str, list[Tensor]]:
         """Those that calls read, in place, by their names in training.
 
-        ValueError for a compiled program, which holds its own.
+        ValueError for a compiled program, which has the small ones in its code, where nothing replaces them.
         """
         if isinstance(self._loaded, AOTICompiledModel):
             raise ValueError(

@@ -21,8 +21,8 @@ takes longer with all; the host: the rest.
 Models are built and kernels compiled by processes side by side. Then they take turns on their GPU: one measures at a
 time. With two GPUs, what has to be compiled is measured on the second.
 
-On a CPU, in float32, with smaller tables and fewer sizes: `--events 40 --candidates 2048 --only
-interformer_production.shared --seconds 1800`.
+On a CPU, in float32 and with small tables, choose fewer and smaller sizes: `--only interformer_production.shared --events 40
+--candidates 2048 --set model.dim=64 data.num_request_features=16 data.num_candidate_features=8 --seconds 900`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ COMPILING = 60
 """Seconds after which a compiler is stopped."""
 ROUNDS, ROW_SECONDS = 200, 0.6
 SMALL_TABLES = ["data.num_users=50", "data.num_items=500"]
-TINY = ["data.num_request_features=3", "data.num_candidate_features=3", "model.dim=16"]
 FILE = "latency.jsonl"
 
 
@@ -86,11 +85,11 @@ class Job:
     """One model, served in one way."""
 
     def __init__(self, out: Path, name: str, serving: str, options: argparse.Namespace) -> None:
-        self.out, self.name, self.serving, self.tiny = out, name, serving, options.tiny
-        self.counts = (16, 8) if options.tiny else options.candidates
+        self.out, self.name, self.serving = out, name, serving
+        self.counts, self.overrides = options.candidates, options.set
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        config = self._config(20 if self.tiny else 1000)
+        config = self._config(1000)
         self.spec = replace(build_source(config.data).spec, max_candidates=MOST)
         torch.manual_seed(0)
         self.model = PretrainedModel(config.model, self.spec, self.device).to(self.device).eval()
@@ -100,13 +99,13 @@ class Job:
         one = build(config.model, replace(self.spec, max_candidates=1)).to(self.device)
         one.load_state_dict(self.model.arch.state_dict())
         self.copying = self.arch(one)
-        requests = [self._request(length) for length in ((10, 5) if self.tiny else options.events)]
+        requests = [self._request(length) for length in options.events]
         self.requests = {int(each.history_times.lengths().sum()): each for each in requests}
 
     def _config(self, max_history: int) -> Any:
         small = SMALL_TABLES if self.device.type == "cpu" else []
-        given = [f"+experiment={self.name}_h200", f"data.max_history={max_history}", *small]
-        return to_config(composed(given + (TINY if self.tiny else [])))
+        given = [f"+experiment={self.name}_h200", f"data.max_history={max_history}", *small, *self.overrides]
+        return to_config(composed(given))
 
     def _request(self, max_history: int) -> RequestBatch:
         return build_source(self._config(max_history).data).batch("train", np.array([7]))
@@ -379,7 +378,8 @@ def measure(options: argparse.Namespace, jobs: list[tuple[str, str]]) -> None:
                 os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it started
     device = torch.cuda.get_device_name() if gpus else "cpu"
     rows = sorted(rows_of(out / FILE), key=lambda row: [str(row.get(key, 0)).rjust(12) for key in ORDER])
-    write_json(out / "latency.json", {"device": device, "versions": versions.collect(), "rows": rows})
+    about = {"device": device, "set": options.set, "versions": versions.collect()}
+    write_json(out / "latency.json", about | {"rows": rows})
     for row in rows:
         print("  ".join(f"{value}" if name in ORDER else f"{name} {value}" for name, value in row.items()))
 
@@ -391,7 +391,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=110)
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the command on a CPU")
+    parser.add_argument("--set", nargs="+", default=[], help="keys of the experiments, e.g. model.dim=64")
     parser.add_argument("--candidates", nargs="+", type=int, default=CANDIDATES)
     parser.add_argument("--events", nargs="+", type=int, default=HISTORIES, help="data.max_history of requests")
     parser.add_argument("--only", nargs="+", help="jobs to measure, e.g. gem.shared kunlun.aoti")

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from typing import Any
 
 Requests = list[Any]
-Results = list[Mapping[str, Any]]
+Results = Sequence[Mapping[str, Any]]
 Score = Callable[[Requests], Results]
 
 

@@ -21,8 +21,8 @@ takes longer with all; the host: the rest.
 Models are built and kernels compiled by processes side by side. Then they take turns on their GPU: one measures at a
 time. With two GPUs, what has to be compiled is measured on the second.
 
-On a CPU, in float32 and with small tables, choose fewer and smaller sizes: `--only interformer_production.shared --seconds
-900 --events 40 --candidates 2048 --set model.dim=64 data.num_request_features=16 data.num_candidate_features=8`.
+On a CPU, in float32 and with small tables, choose fewer and smaller sizes: `--seconds 900 --events 40 --candidates 2048
+--only interformer_production.shared --set model.dim=64 data.num_request_features=16 data.num_candidate_features=8`.
 """
 
 from __future__ import annotations

@@ -248,6 +248,8 @@ def test_a_place_that_begins_anew(
     assert not follower.look()
     assert "the newest of" in str(follower.error)
     assert_served(follower.scorer, training.state)
+    assert publisher.publish(training.step(), training.steps)["base"]  # or scorers that start would find none
+    assert follower.look()
 
 
 def test_a_folder_that_is_not_there_is_not_followed(ranking: Rows, exported: Export, tmp_path: Path) -> None:
@@ -440,7 +442,7 @@ def test_all_groups_of_a_call_are_scored_with_one_version(
         found = score(scorer, batch)
         if not looking.ident:
             looking.start()
-            while not scorer.gate._closed:
+            while not scorer.gate._closed and looking.is_alive():
                 time.sleep(0.001)
         return found
 

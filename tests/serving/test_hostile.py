@@ -140,6 +140,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [  # o
     ({}, {"price": "9" * 10**6}, {}, "a candidate has price='999"),
     ({}, {"item": ["2"]}, {}, r"a candidate has item=\['2'\]; it must be one id"),
     ({}, {"item": {"a": 1}}, {}, "a candidate has item={'a': 1}; it must be one id"),
+    ({}, {"item": "\ud800"}, {}, r"a candidate has item='\\ud800'; it must be one id: a number, or text in Unicode"),
     ({}, {"tags": {"a": 1}}, {}, "a candidate has tags={'a': 1}; it must be a list of ids"),
     ({}, {"tags": [[1]]}, {}, r"a candidate has tags=\[1\]; it must be one id"),
     ({}, {"tags": [{}]}, {}, "a candidate has tags={}; it must be one id"),
@@ -224,7 +225,7 @@ def test_requests_of_unlike_lengths_are_scored_as_alone(
         sizes.append(batch.num_requests)
         return score(batch)
 
-    counted.device, counted.spec = score.device, score.spec  # type: ignore[attr-defined]
+    counted.device, counted.spec, counted.gate = score.device, score.spec, score.gate  # type: ignore[attr-defined]
     app.service.scorer = counted  # type: ignore[assignment]
     for got, wanted in zip(app.service(requests), expected, strict=True):
         assert got == {task: pytest.approx(values, rel=1e-5) for task, values in wanted.items()}

@@ -119,10 +119,6 @@ from train.process import length
         ("model=gem model.layers=[{pffn_gdpa:{out_scale:inf}}]", "model.layers.0.pffn_gdpa.out_scale=inf must be fin"),
     ],
 )
-@pytest.mark.reliability(
-    "a configuration value beyond its key's limits",
-    "refused before the start: key, limit, and a value that works",
-)
 def test_a_value_that_cannot_work_is_refused(override: str, message: str) -> None:
     register_schema()
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
@@ -152,7 +148,6 @@ def composed(*overrides: str) -> DictConfig:
 
 
 @pytest.mark.parametrize("data", [("data=synthetic",), ("data=avazu", "data.files=[a.csv]")])
-@pytest.mark.reliability("NaN or infinity as a configuration value", "refused before the start, naming the key")
 def test_a_number_that_is_not_finite_is_refused(data: tuple[str, ...]) -> None:
     good = composed(*data)
     keys = float_keys(to_config(good))

@@ -451,7 +451,6 @@ def test_an_open_quote_does_not_print_the_rest_of_the_file(tmp_path):
     assert len(str(told.value)) < 600 + len(str(tmp_path))
 
 
-@pytest.mark.reliability("a copy of a data file under another name", "a warning names both")
 def test_copies_of_files_are_told(tmp_path, caplog):
     config = config_of(tmp_path)
     (tmp_path / "other.csv").write_text((tmp_path / "events.csv").read_text().replace("0.1", "0.2"))

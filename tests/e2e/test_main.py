@@ -176,7 +176,6 @@ def test_a_run_too_short_for_its_schedule_says_so(tmp_path: Path) -> None:
     assert "to reach it, lower optimizer.warmup_steps=3" in (tmp_path / "rising" / "train.log").read_text()
 
 
-@pytest.mark.reliability("more ranks than rows", "ranks without rows take part with empty batches")
 def test_more_ranks_than_rows(tmp_path: Path) -> None:
     few = ("data.num_requests=1", "runtime.epochs=2", "data.batch_size=4")
     train_ranks(2, tmp_path / "run", *few, base=TINY_DLRM)

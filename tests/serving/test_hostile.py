@@ -203,10 +203,6 @@ def test_one_wrong_request_among_many_is_found_by_halves(app: App, ranking: Rows
     assert len(batches) <= 12
 
 
-@pytest.mark.reliability(
-    "many short requests and one long one in a call",
-    "like lengths are scored together, which bounds memory",
-)
 def test_requests_of_unlike_lengths_are_scored_as_alone(
     app: App, ranking: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,7 @@ doctor: env
 	@touch $@
 
 site: .cache/site/installed
-	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=.cache/site $(BIN)/python -m mkdocs --quiet build --strict
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=.cache/site $(BIN)/python -m mkdocs build --strict
 	@echo 'open dist/site/index.html'
 
 # By .venv where there is one; without it pip fetches setuptools, and nothing else.

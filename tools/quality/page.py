@@ -58,7 +58,6 @@ ids and histories (`data=movielens_ids`, three epochs; [raw numbers](quality/scr
   (0.3), a separate table for histories.
 - **Gains on one table**: dropout of layers, embeddings, user ids and histories on the bundled ids;
   `optimizer.ema_decay=0.99` on MovieLens-1M.
-- **One layer** is as good as two on MovieLens-1M and worse on the bundled ids.
 """
 
 

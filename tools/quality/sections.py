@@ -79,8 +79,7 @@ of a user by one history. No published table has this protocol.
 - **InterFormer leads DIN by no more than the interval**; [with features](#movielens-1m-with-features) by more. Four of
   the seven rows lie within 0.0023 AUC; rates move DIN by three times as much.
 - Our DIN is level with the [plain PyTorch one](../tools/quality/plain_din.py). Kunlun is not above InterFormer.
-- All models chose one of the four settings with larger rates, of which 0.1 is the largest tried: on data of this kind,
-  search `optimizer.sparse_lr` up to 0.1 and `optimizer.lr` up to 0.003.
+- All models chose larger rates than the defaults ([what to set](recipe.md#which-settings)); 0.1 is the largest tried.
 - Where a setting was run twice, validation NE differed by up to 0.0013, more than some choices are apart."""
 BUNDLED_TEXT = """\
 MovieLens latest-small, global time split 80/10/10 by rating, so that most test users are new; 610 users make a

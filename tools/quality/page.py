@@ -52,8 +52,8 @@ ids and histories (`data=movielens_ids`, three epochs; [raw numbers](quality/scr
 - **First rows of deviation 0.01** (`model.table_std`) help InterFormer, DIN and DCNv2 on both tables and harm DLRM.
   With features, on the bundled data, they cost DIN {din} AUC of `like` at the default rates. They are InterFormer's
   default alone.
-- **0.01 added to the mean square** of looked-up rows (`modules.norms.row_norm`, InterFormer's default) helps on both
-  tables, raises GAUC on MovieLens-1M, and moves the best validation later.
+- **0.01 added to the mean square** of looked-up rows (`modules.layers.norms.row_norm`, InterFormer's default) helps on
+  both tables, raises GAUC on MovieLens-1M, and moves the best validation later.
 - **No gain on either table**: a fourth or a tenth of the tables' rate, fused Adam, decay of tables (1) or of matrices
   (0.3), a separate table for histories.
 - **Gains on one table**: dropout of layers, embeddings, user ids and histories on the bundled ids;

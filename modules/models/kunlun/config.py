@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 from modules.config import StackConfig, layer_config, option, shown
-from modules.feed_forward import FeedForwardConfig
-from modules.gdpa import GDPAConfig
-from modules.wukong import WukongConfig, in_section
+from modules.layers.attention.gdpa import GDPAConfig
+from modules.layers.feed_forward.block import FeedForwardConfig
+from modules.layers.interaction.wukong import WukongConfig, in_section
 
 INTERACTION = {
     "num_context",

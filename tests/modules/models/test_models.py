@@ -160,6 +160,9 @@ VARIANTS: dict[str, Any] = {
         divide_by="length",
         layers=[{"window": 1}, {"newest": 3}, {"newest": 1}],
     ),
+    "ultra-hstu-stacks": UltraHSTUConfig(
+        **ULTRA, event_stacks="own", events={"event1": {"layers": [{"window": 1}, {"newest": 2}]}}, num_layers=1
+    ),
     **{f"mixing-{name}": TokenMixingConfig(**TOKEN_MIXING, **each) for name, each in TOKEN_MIXERS.items()},
     "onetrans": OneTransConfig(**ONETRANS, last_events=0, num_layers=2),
     "onetrans-pyramid": OneTransConfig(**ONETRANS, last_events=2, length_multiple=1, num_layers=3, request_tokens=2),

@@ -19,7 +19,7 @@ from modules.models import MODELS
 from modules.models.baselines import DIN
 from modules.pretrained import PretrainedModel
 from tests.serving.conftest import Rows
-from train.publish import Place, Publisher
+from train.checkpoint.publish import Place, Publisher
 from train.serving.asgi import App
 from train.serving.following import PIN, Follower
 from train.serving.scorer import Scorer

@@ -1,4 +1,7 @@
-"""A scorer that follows what a run publishes (`train.publish`): `Follower(scorer, "RUN_DIR/published").start()`."""
+"""A scorer that follows what a run publishes: `Follower(scorer, "RUN_DIR/published").start()`.
+
+`train.checkpoint.publish` says what a published version is.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from train.checkpoint.publish import WHOLE, WORDS, Place
 from train.process.files import fault_of
-from train.publish import WHOLE, WORDS, Place
 from train.serving.scorer import Scorer
 
 log = logging.getLogger(__name__)

@@ -22,10 +22,10 @@ from torch.fx import GraphModule
 
 from modules.batch import FeatureSpec, RequestBatch
 from modules.layers.embedding.tokens import Tokens
+from modules.loss import TaskLosses
 from modules.models.scoring import IN_PROGRAM, Sequences, VendorInputs, scoring_inputs, vendor_inputs
 from modules.pretrained import PretrainedModel, is_importable, load_embedding, read_description
 from train.config.places import name_here
-from train.loss import TaskLosses
 from train.serving.user_side import Halves, UserSides
 from train.speedup.replay import Replay
 

@@ -101,33 +101,45 @@ def from_saved(kind: type[Any], saved: Mapping[str, Any], path: str) -> Any:
 
     ValueError that names the key below `path` for one that `kind` does not have.
     """
-    saved = of_earlier(kind, saved)
+    saved = of_earlier(kind, saved, path)
     types = get_type_hints(kind)
     known = [field.name for field in dataclasses.fields(kind)]
     if unknown := sorted(set(saved) - set(known)):
         raise ValueError(f"{path}.{unknown[0]} is no option; there are {', '.join(known)}")
-    return kind(**{name: _restored(types[name], value, f"{path}.{name}") for name, value in saved.items()})
+    return kind(**{name: _restored(types[name], value, f"{path}.{name}", from_saved) for name, value in saved.items()})
 
 
-def of_earlier(kind: type[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """`saved`, also by an earlier version: without the keys of `kind.retired` that have the value at which they change
-    nothing, and with those of `kind.moved`, by their old names, in the sections where they are now."""
-    retired, moved = getattr(kind, "retired", {}), getattr(kind, "moved", {})
-    kept = {key: value for key, value in saved.items() if key not in retired or retired[key] != value}
+def of_earlier(kind: type[Any], saved: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """`saved`, also by an earlier version: without the keys of `kind.retired`, and with those of `kind.moved`, by their
+    old names, in the sections where they are now. Of dataclasses inside, too.
+
+    ValueError, naming the key below `path`, for a retired one with a value that has no effect any more.
+    """
+    retired, moved, types = getattr(kind, "retired", {}), getattr(kind, "moved", {}), get_type_hints(kind)
+    kept = {}
+    for key, value in saved.items():
+        if key in retired and retired[key] not in (..., value):
+            raise ValueError(
+                f"{path}.{key}={value} was saved by an earlier version, and there is no such key any more: all do what "
+                f"{retired[key]} did; use the version that saved it"
+            )
+        if key not in retired:
+            kept[key] = _restored(types.get(key), value, f"{path}.{key}", of_earlier)
     for key in moved.keys() & kept.keys():
         section, name = moved[key].split(".")
         kept[section] = {name: kept.pop(key)} | kept.get(section, {})
     return kept
 
 
-def _restored(kind: Any, value: Any, path: str) -> Any:
+def _restored(kind: Any, value: Any, path: str, restore: Callable[[type[Any], Any, str], Any]) -> Any:
+    """`value` with `restore` applied to what are dataclasses in a field of that type."""
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-        return from_saved(cast("type[Any]", kind), value, path)
+        return restore(cast("type[Any]", kind), value, path)
     inner = get_args(kind)[-1:]
     if inner and isinstance(value, dict):
-        return {name: _restored(inner[0], part, f"{path}.{name}") for name, part in value.items()}
+        return {name: _restored(inner[0], part, f"{path}.{name}", restore) for name, part in value.items()}
     if inner and isinstance(value, list):
-        return [_restored(inner[0], part, path) for part in value]
+        return [_restored(inner[0], part, path, restore) for part in value]
     return value
 
 
@@ -192,7 +204,7 @@ class ModelConfig(TokenConfig):
     table_std: float | None = None  # of a table's initial rows; null: 1 / sqrt(their width)
     embedding_dropout: float = option(0.0, below=1, example=0.1)  # of the elements of looked-up rows
 
-    retired: ClassVar[dict[str, Any]] = {}  # keys of earlier versions, each with the value that is still what happens
+    retired: ClassVar[dict[str, Any]] = {}  # keys of earlier versions with the value that all now have; ...: any
     moved: ClassVar[dict[str, str]] = {}  # and where others are now
 
     def check(self) -> None:

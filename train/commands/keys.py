@@ -88,7 +88,8 @@ def _types(kind: Any) -> Iterator[Any]:
 
 def _named(kind: Any) -> str:
     text = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
-    return text.replace("typing.", "").rpartition(".")[2] if "[" not in text else text.replace("typing.", "")
+    text = re.sub(r"Optional\[(\w+)\]", r"\1 | None", text.replace("typing.", ""))
+    return re.sub(r"\b(\w+\.)+", "", text)
 
 
 def _written(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -14,7 +14,7 @@ from modules.models import CONFIGS, CustomConfig
 from train.config import environment
 from train.config.numbers import check_numbers
 from train.config.overrides import unknown
-from train.config.schema import SOURCES, Config, OptimizerConfig, SyntheticConfig
+from train.config.schema import SOURCES, Config, SyntheticConfig
 from train.config.secrets import refuse_secrets
 from train.loss import task_loss
 
@@ -46,12 +46,15 @@ def from_dict(saved: dict[str, Any], overrides: list[str]) -> Config:
     for group in ("model", "data"):
         if not isinstance(saved.get(group), dict) or "name" not in saved[group]:
             raise ValueError(f"the saved configuration has no {group}.name, and is none of a run")
-    schema = OmegaConf.structured(Config)
     sources = {node.name: node for node in SOURCES}
-    schema.model = OmegaConf.structured(CONFIGS.get(saved["model"]["name"], CustomConfig))
-    schema.data = OmegaConf.structured(sources[saved["data"]["name"]])
-    kinds = {"model": CONFIGS.get(saved["model"]["name"], CustomConfig), "optimizer": OptimizerConfig}
-    saved = saved | {group: of_earlier(kind, saved.get(group) or {}) for group, kind in kinds.items()}
+    kinds = get_type_hints(Config) | {
+        "model": CONFIGS.get(saved["model"]["name"], CustomConfig),
+        "data": sources[saved["data"]["name"]],
+    }
+    schema = OmegaConf.structured(Config)
+    schema.model, schema.data = (OmegaConf.structured(kinds[group]) for group in ("model", "data"))
+    sections = {name: part for name, part in saved.items() if dataclasses.is_dataclass(kinds.get(name)) and part}
+    saved = saved | {name: of_earlier(kinds[name], part, name) for name, part in sections.items()}
     if saved["data"]["name"] == "events":
         saved = saved | {"data": {"statistics": "none"} | saved["data"]}  # which a run of an earlier version had not
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,10 @@ class Wukong(Ranker):
     @dataclass(kw_only=True)
     class Config(FeedForwardConfig, StackConfig, WukongConfig):
         name: str = "wukong"
-        num_fmb: int = option(8, least=1)  # tokens that a layer's factorisation machine makes
-        num_lcb: int = option(8, least=1)  # tokens that its linear compression makes
         hidden: list[int] = option([128], least=1)  # of the machine's MLP
         head_hidden: list[int] = option([128, 64], least=1)
 
+        retired: ClassVar[dict[str, Any]] = WukongConfig.retired
         usual_layers: ClassVar[int] = 3  # each squares the order of interactions
         shared: ClassVar[frozenset[str]] = frozenset({"head_hidden"})
 
@@ -52,14 +51,12 @@ class Wukong(Ranker):
                 WukongLayer(
                     layers[-1].num_out if layers else spec.num_candidate_tokens,
                     config.dim,
-                    num_fmb=own.num_fmb,
-                    num_lcb=own.num_lcb,
                     hidden=own.hidden,
                     dropout=own.dropout,
                     num_request=0 if layers else num_request,
                     max_candidates=spec.max_candidates,
                     block=FeedForwardBlock(own, config.dim),
-                    **own.machine_options(),
+                    **own.layer_options(),
                 )
             )
         self.layers = cast("Sequence[WukongLayer]", nn.ModuleList(layers))

@@ -28,7 +28,7 @@ from modules.norms import rms_norm
 from modules.pyramid import PyramidLevel, coarser
 from modules.rotary import Rotation, from_end, rotation
 from modules.target_attention import TargetAttention
-from modules.wukong import WukongConfig, WukongLayer, in_section
+from modules.wukong import WukongConfig, WukongLayer
 
 
 @dataclass(kw_only=True)
@@ -42,8 +42,6 @@ class GEMConfig(FeedForwardConfig, StackConfig):
     pffn_gdpa: GDPAConfig = field(default_factory=lambda: GDPAConfig(out_scale=1.0))  # the block's norm follows
     num_tokens: int = option(4, least=1)  # of each level's summary
     num_target: int = option(2, least=1)  # tokens in which a candidate attends to the finest level
-    num_fmb: int = option(8, least=1)
-    num_lcb: int = option(8, least=1)
     wukong: WukongConfig = field(default_factory=WukongConfig)
     interaction_hidden: list[int] = option([128], least=1)  # of the machines' MLPs
     cross_layer: bool = True  # layers attend to the tokens of all earlier ones
@@ -51,8 +49,8 @@ class GEMConfig(FeedForwardConfig, StackConfig):
     head_hidden: list[int] = option([128, 64], least=1)
 
     shared: ClassVar[frozenset[str]] = frozenset({"levels", "domain_feature", "head_hidden"})
-    retired: ClassVar[dict[str, Any]] = {"level_gdpa": vars(GDPAConfig())}
-    moved: ClassVar[dict[str, str]] = in_section()
+    retired: ClassVar[dict[str, Any]] = {"level_gdpa": vars(GDPAConfig()), **WukongConfig.retired}
+    moved: ClassVar[dict[str, str]] = {key: f"wukong.{key}" for key in ("rank", "num_fmb", "num_lcb")}
 
     def check_layer(self) -> None:
         if self.dim % (2 * self.num_heads):
@@ -104,7 +102,7 @@ class GEMLayer(nn.Module):
         num_candidate = spec.num_candidate_tokens if before is None else before.num_out
         num_request = spec.num_request_tokens
         of_request, of_vendor = num_request * first, spec.num_vendor_tokens * first
-        self.num_out: int = config.num_fmb + config.num_lcb
+        self.num_out: int = config.wukong.num_fmb + config.wukong.num_lcb
         self.num_summaries = num_levels * config.num_tokens
         self.head_dim = config.dim // config.num_heads
         self.context: LCE | None = None
@@ -121,14 +119,12 @@ class GEMLayer(nn.Module):
         self.wukong = WukongLayer(
             num_candidate + config.num_target * bool(num_levels),
             config.dim,
-            num_fmb=config.num_fmb,
-            num_lcb=config.num_lcb,
             hidden=config.interaction_hidden,
             dropout=config.dropout,
             num_request=of_request + self.num_summaries + of_vendor,
             max_candidates=spec.max_candidates,
             block=FeedForwardBlock(config, config.dim),
-            **config.wukong.machine_options(),
+            **config.wukong.layer_options(),
         )
         attends = config.cross_layer and not first
         self.cross = CrossLayerAttention(config.dim, config.num_heads) if attends else None

@@ -168,8 +168,8 @@ class SequenceSummary(nn.Module):
 @dataclass
 class WukongStackConfig(WukongConfig):
     num_layers: int = option(2, least=1)  # each squares the order of interactions
-    num_fmb: int = option(4, least=1)  # tokens that a layer's factorisation machine makes
-    num_lcb: int = option(4, least=1)  # tokens that its linear compression makes
+    num_fmb: int = option(4, least=1)
+    num_lcb: int = option(4, least=1)
 
 
 class InteractionArch(nn.Module):
@@ -214,7 +214,7 @@ class InteractionArch(nn.Module):
                 options["ensemble"] = config.interaction
                 layers.append(DHENLayer(num_of_candidate, dim, rank=config.dcn_rank, **options))
             else:
-                options |= {"num_fmb": wukong.num_fmb, "num_lcb": wukong.num_lcb} | wukong.machine_options()
+                options |= wukong.layer_options()
                 layers.append(WukongLayer(num_of_candidate, dim, **options))
                 mixed = wukong.num_fmb + wukong.num_lcb
         # Named after its kind in checkpoints and in the globs of a precision.
@@ -281,7 +281,6 @@ class SequenceArch(nn.Module):
     class Config(ArchConfig):
         pffn: str = option("linear", choices=["linear", "gdpa"])  # the paper's | a network of pffn_hidden units
         pffn_hidden: int = option(128, least=1)
-        pffn_kron_terms: int = 0  # gdpa: weights are sums of as many Kronecker products; 0: mixed summary tokens
         pffn_gdpa: GDPAConfig = field(default_factory=GDPAConfig)
         sequence_attention: str = option("softmax", choices=["softmax", "gdpa"])  # gdpa: an activation in its place
         attention_gdpa: GDPAConfig = field(default_factory=GDPAConfig)
@@ -299,7 +298,6 @@ class SequenceArch(nn.Module):
                 config.num_cls,
                 config.pffn_hidden,
                 max_length=max_length,
-                kron_terms=config.pffn_kron_terms,
                 **vars(config.pffn_gdpa),
             )
         self.attention: JaggedSelfAttention | GDPASelfAttention

@@ -109,7 +109,7 @@ class InterFormer(Ranker):
         shared: ClassVar[frozenset[str]] = frozenset(
             {"num_cls", "num_recent", "sequence_context", "head_hidden", "jagged_interaction"}
         )
-        retired: ClassVar[dict[str, Any]] = {"dhen_layers": 1}
+        retired: ClassVar[dict[str, Any]] = {"dhen_layers": 1, "pffn_kron_terms": 0}
         moved: ClassVar[dict[str, str]] = {
             "wukong_layers": "wukong.num_layers",
             "wukong_fmb": "wukong.num_fmb",

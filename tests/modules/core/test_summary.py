@@ -11,7 +11,6 @@ from torch import Tensor
 from modules.core.flops import count_flops
 from modules.core.summary import summarise
 from modules.models import CONFIGS, build
-from modules.models.kunlun import EventConfig
 from modules.precision import apply_recipe
 from tests.modules.factories import random_spec
 
@@ -104,7 +103,7 @@ def test_layers_that_the_configuration_tells_apart_are_apart_and_the_others_toge
     spec = random_spec(max_length=LENGTH)
     config = CONFIGS["kunlun"](
         layers=[{"window": 4}, {"compute": ["attention"], "window": 4}, {"window": 4}, {"pffn_gdpa": GDPA}, {}],
-        events={"event1": EventConfig(layers=[{}, {}, {}, {}, {"num_seeds": 3}])},
+        events={"event1": {"layers": [{}, {}, {}, {}, {"num_seeds": 3}]}},
     )
     assert config.describe_layers() == [
         "window=4, compute=[pffn,pooling]",

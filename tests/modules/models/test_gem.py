@@ -119,9 +119,9 @@ def test_coarse_levels_see_what_the_window_of_the_finest_does_not() -> None:
 
 
 MIXED: list[dict[str, Any]] = [
-    {"num_tokens": 3, "num_fmb": 5, "num_context": 3, "pffn_gdpa": {"out_scale": 0.5}},
-    {"window": 1, "num_target": 1, "wukong": {"machine": "optimised", "rank": 2}, "pffn_hidden": 4},
-    {"cross_layer": False, "num_lcb": 3},
+    {"num_tokens": 3, "wukong": {"num_fmb": 5}, "num_context": 3, "pffn_gdpa": {"out_scale": 0.5}},
+    {"window": 1, "num_target": 1, "wukong": {"rank": 2}, "pffn_hidden": 4},
+    {"cross_layer": False, "wukong": {"num_lcb": 3}},
     {},
 ]
 
@@ -281,8 +281,8 @@ def test_positions_of_coarse_levels_count_pieces_from_the_newest() -> None:
         ({"levels": [0]}, r"model.levels=\[0\] must be at least 1 each"),
         ({"num_heads": 3}, r"model.dim=8 must be a multiple of 2 \* model.num_heads=6"),
         (
-            {"wukong": WukongConfig(machine="fast")},
-            "model.wukong.machine=fast is not known; choose from optimised",
+            {"wukong": WukongConfig(rank=0)},
+            "model.wukong.rank=0 must be at least 1",
         ),
     ],
 )

@@ -251,7 +251,8 @@ class StackConfig(ModelConfig):
     def layer_keys(cls) -> list[str]:
         """The keys that a layer may have for itself."""
         of_stack = {each.name for each in dataclasses.fields(StackConfig)} - {"dropout"}
-        return [each.name for each in dataclasses.fields(cls) if each.name not in of_stack | cls.shared]
+        of_stack = of_stack.union(*(vars(base).get("shared", ()) for base in cls.__mro__))
+        return [each.name for each in dataclasses.fields(cls) if each.name not in of_stack]
 
     def of_layers(self) -> list[Self]:
         """The configuration of each layer. ValueError that names the key for what a layer cannot have."""
@@ -281,6 +282,31 @@ class StackConfig(ModelConfig):
 
     def describe_layers(self) -> list[str]:
         return [shown(changes) for changes in self.layers or []] if any(self.layers or []) else []
+
+
+@dataclasses.dataclass
+class HeadsConfig:
+    """Of what attends."""
+
+    num_heads: int = option(2, least=1)
+
+
+@dataclasses.dataclass(kw_only=True)
+class RankingConfig(StackConfig):
+    """What stacks of layers with an MLP for each task share."""
+
+    head_hidden: list[int] = option([128, 64], least=1)
+
+    shared: ClassVar[frozenset[str]] = frozenset({"head_hidden"})
+
+
+@dataclasses.dataclass(kw_only=True)
+class TokensConfig(HeadsConfig, RankingConfig):
+    """What such models share whose tokens have a width of their own."""
+
+    token_dim: int = option(64, least=1)  # width of tokens; dim is that of features
+
+    shared: ClassVar[frozenset[str]] = frozenset({"token_dim"})
 
 
 def layer_config(config: Any, changes: Mapping[str, Any], path: str, keys: Collection[str]) -> Any:

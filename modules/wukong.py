@@ -27,6 +27,8 @@ class WukongConfig:
     rank: int = option(8, least=1)  # columns of Y in the machine's products X (X^T Y)
 
     retired: ClassVar[dict[str, Any]] = {"machine": "optimised", "num_compressed": ..., "attention_hidden": ...}
+    # For `ModelConfig.moved`: models of earlier versions had these beside their own.
+    beside: ClassVar[dict[str, str]] = {key: f"wukong.{key}" for key in ("num_fmb", "num_lcb", "rank")}
 
     def layer_options(self) -> dict[str, Any]:
         """What `WukongLayer` takes of them."""

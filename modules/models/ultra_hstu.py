@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from kernels.tokens import place_rows
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
-from modules.config import option
+from modules.config import TokensConfig, option
 from modules.embedding import JaggedSequence, Tokens
 from modules.history import merge_by_time
 from modules.mlp import MLP, TaskHeads
@@ -29,18 +29,16 @@ from modules.norms import rms_norm
 
 
 @dataclass(kw_only=True)
-class UltraHSTUConfig(HSTULayerConfig):
+class UltraHSTUConfig(HSTULayerConfig, TokensConfig):
     name: str = "ultra_hstu"
-    token_dim: int = option(64, least=1)  # width of tokens; dim is that of features
     num_heads: int = option(4, least=1)
     request_tokens: int = option(1, least=1)  # made of the request's features; they see all events, and all see them
     window: int = 0  # so many events back, and the prefix, are what an event sees; 0: all
     prefix: int = 0  # a request's first tokens, its own among them, that the window hides from none
     newest: int = 0  # events that this layer and those above go on with; 0: as many as below
-    head_hidden: list[int] = option([128, 64], least=1)
 
     usual_layers: ClassVar[int] = 3
-    shared: ClassVar[frozenset[str]] = frozenset({"token_dim", "request_tokens", "head_hidden"})
+    shared: ClassVar[frozenset[str]] = frozenset({"request_tokens"})
 
     def check_layer(self) -> None:
         super().check_layer()

@@ -98,9 +98,9 @@ def _wukong(dim: int, layers: int, tokens: int, hidden: int) -> tuple[str, ...]:
         _rate(dim),
         f"model.dim={dim}",
         f"model.num_layers={layers}",
-        f"model.num_fmb={tokens}",
-        f"model.num_lcb={tokens}",
-        f"model.rank={min(24, tokens)}",
+        f"model.wukong.num_fmb={tokens}",
+        f"model.wukong.num_lcb={tokens}",
+        f"model.wukong.rank={min(24, tokens)}",
         f"model.hidden=[{hidden}]",
         f"model.head_hidden=[{hidden},{hidden // 2}]",
     )

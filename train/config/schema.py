@@ -34,7 +34,6 @@ class DataConfig:
     cache_dir: str = ".cache"  # where prepared columns and vocabularies go; relative to the working directory
     # rows of data=events that are prepared in memory; more go through the disk in parts of this size
     rows_at_once: int = option(2_000_000, least=1)
-    verify_cache: bool = True  # compare its checksums at the start of a run, which reads all of it once
     max_history: int = option(50, least=1)  # newest events kept of each event type
     split: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])  # train, valid, test, by time
     request_window: int = 60  # seconds: rows of a user within it from a request's first row are one request
@@ -54,6 +53,8 @@ class DataConfig:
     # share of the training requests whose histories are left out
     history_dropout: float = option(0.0, below=1, example=0.1)
     pad_events: int = 0  # fill each event type of a training batch up to a multiple of this, for CUDA graphs; 0: not
+
+    retired: ClassVar[dict[str, Any]] = {"verify_cache": ...}
 
     sizes_run: ClassVar[bool] = False  # the size of its data decides the length of a run whose keys leave it open
 
@@ -345,7 +346,8 @@ class ParallelConfig:
     row_precision: str = option("fp32", choices=["fp32", "bf16"])
     hbm_gib: float | None = None  # GPU memory of a rank that the planner may use; default: the device's
     host_gib: float = 64.0  # the same of host memory, for tables that the GPUs cannot hold
-    reserve: float = option(0.15, below=1, example=0.1)  # fraction of GPU memory left to the dense part and activations
+
+    retired: ClassVar[dict[str, Any]] = {"reserve": ...}
 
 
 @dataclass
@@ -378,7 +380,6 @@ class TrackingConfig:
         "auto", choices=["auto", "online", "offline", "disabled"]
     )  # auto: online with a key, else offline
     project: str = "gemsmith"
-    entity: str | None = None
     name: str | None = None  # of the W&B run; default: that of the run directory
     group: str | None = None
     job_type: str | None = None
@@ -392,7 +393,8 @@ class TrackingConfig:
     )  # bar on rank 0; auto: when stderr is a terminal
     http_port: int = option(0, most=65535)  # rank 0 serves /metrics (Prometheus) and /healthz there; 0: nowhere
     http_host: str = "127.0.0.1"  # address of the interface that it listens on; 0.0.0.0: of all
-    http_healthy: float = option(600.0, least=1)  # seconds without a step after which /healthz says 503
+
+    retired: ClassVar[dict[str, Any]] = {"entity": ..., "http_healthy": ...}
 
 
 @dataclass

@@ -27,5 +27,5 @@ def build_source(config: DataConfig, by_first: store.ByFirst = lambda prepare: p
         folder, prepare = events.cache_folder(config), partial(events.prepare, config)
     else:
         raise ValueError(f"data.name={config.name!r} is no source; use movielens, events or synthetic")
-    store.prepare_once(folder, prepare, by_first, config.verify_cache)
+    store.prepare_once(folder, prepare, by_first)
     return PreparedSource(folder, config.max_history)

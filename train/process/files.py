@@ -70,10 +70,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def faults(path: Path, sums: Sums, contents: bool = True) -> list[str]:
-    """What is wrong with the files of a folder, each in a few words; without `contents` by their sizes alone."""
+def faults(path: Path, sums: Sums) -> list[str]:
+    """What is wrong with the files of a folder, each in a few words."""
     with ThreadPoolExecutor(READERS) as readers:
-        checked = readers.map(lambda name: fault_of(path / name, sums[name], contents), sums)
+        checked = readers.map(lambda name: fault_of(path / name, sums[name]), sums)
         return [fault for fault in checked if fault is not None]
 
 

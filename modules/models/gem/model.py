@@ -6,7 +6,7 @@ trunk. docs/gem.md says what the description leaves open, which is much, and wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -14,16 +14,17 @@ from torch import Tensor, nn
 
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows, VendorTokens
-from modules.config import StackConfig, option
+from modules.config import option
 from modules.core.side_stream import SideStream
 from modules.cross_layer import CrossLayerAttention
 from modules.embedding import Tokens
-from modules.feed_forward import FeedForwardBlock, FeedForwardConfig
+from modules.feed_forward import FeedForwardBlock
 from modules.gdpa import GDPAConfig
 from modules.history import HistoryEncoder
 from modules.lce import LCE
 from modules.models.gem.heads import DomainHeads
 from modules.models.ranking import WITHOUT_HISTORIES, Ranker
+from modules.models.summaries import SummariesConfig
 from modules.norms import rms_norm
 from modules.pyramid import PyramidLevel, coarser
 from modules.rotary import Rotation, from_end, rotation
@@ -32,25 +33,14 @@ from modules.wukong import WukongConfig, WukongLayer
 
 
 @dataclass(kw_only=True)
-class GEMConfig(FeedForwardConfig, StackConfig):
+class GEMConfig(SummariesConfig):
     name: str = "gem"
-    num_heads: int = option(2, least=1)
-    num_context: int = option(8, least=1)  # tokens that a request is compressed to, for the weights of the PFFNs
     levels: list[int] = option([32, 8])  # pieces into which coarser levels cut a history; the finest has all events
-    window: int = 64  # of the finest level's self-attention, |i - j| <= window; 0: the whole history
-    pffn_hidden: int = option(32, least=1)
-    pffn_gdpa: GDPAConfig = field(default_factory=lambda: GDPAConfig(out_scale=1.0))  # the block's norm follows
-    num_tokens: int = option(4, least=1)  # of each level's summary
-    num_target: int = option(2, least=1)  # tokens in which a candidate attends to the finest level
-    wukong: WukongConfig = field(default_factory=WukongConfig)
-    interaction_hidden: list[int] = option([128], least=1)  # of the machines' MLPs
-    cross_layer: bool = True  # layers attend to the tokens of all earlier ones
     domain_feature: str = ""  # categorical feature of the request whose value says which heads score; "": one domain
-    head_hidden: list[int] = option([128, 64], least=1)
 
-    shared: ClassVar[frozenset[str]] = frozenset({"levels", "domain_feature", "head_hidden"})
-    retired: ClassVar[dict[str, Any]] = {"level_gdpa": vars(GDPAConfig()), **WukongConfig.retired}
-    moved: ClassVar[dict[str, str]] = {key: f"wukong.{key}" for key in ("rank", "num_fmb", "num_lcb")}
+    shared: ClassVar[frozenset[str]] = frozenset({"levels", "domain_feature"})
+    retired: ClassVar[dict[str, Any]] = {"cross_layer": True, "level_gdpa": vars(GDPAConfig()), **WukongConfig.retired}
+    moved: ClassVar[dict[str, str]] = WukongConfig.beside
 
     def check_layer(self) -> None:
         if self.dim % (2 * self.num_heads):
@@ -59,6 +49,9 @@ class GEMConfig(FeedForwardConfig, StackConfig):
                 f"model.dim={self.dim} must be a multiple of 2 * model.num_heads={pairs} (rotary positions turn "
                 f"pairs), e.g. model.dim={pairs * max(1, self.dim // pairs)}"
             )
+
+        if self.num_target < 1:
+            raise ValueError(f"model.num_target={self.num_target} must be at least 1, e.g. model.num_target=2")
 
     def check(self) -> None:
         super().check()
@@ -126,8 +119,7 @@ class GEMLayer(nn.Module):
             block=FeedForwardBlock(config, config.dim),
             **config.wukong.layer_options(),
         )
-        attends = config.cross_layer and not first
-        self.cross = CrossLayerAttention(config.dim, config.num_heads) if attends else None
+        self.cross = None if first else CrossLayerAttention(config.dim, config.num_heads)
         self.dim = config.dim
         self.reset_parameters()
 

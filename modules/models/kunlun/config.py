@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
-from modules.config import StackConfig, layer_config, option, shown
-from modules.feed_forward import FeedForwardConfig
-from modules.gdpa import GDPAConfig
+from modules.config import layer_config, option, shown
+from modules.models.summaries import SummariesConfig
 from modules.wukong import WukongConfig
 
 OF_EVENTS = ("dim", "num_heads", "num_layers", "layers", "num_tokens", "num_seeds", "window", "pffn_hidden")
@@ -39,21 +38,13 @@ class Work(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class KunlunConfig(FeedForwardConfig, StackConfig):
+class KunlunConfig(SummariesConfig):
     name: str = "kunlun"
-    num_heads: int = option(2, least=1)
-    num_context: int = option(8, least=1)  # tokens that a request is compressed to, for the weights of the PFFN
     num_summary: int = option(8, least=1)  # X_sum: tokens that X is compressed to for the interaction
-    num_target: int = 2  # tokens in which a candidate attends to each sequence; 0: it does not
     pffn: str = option("gdpa", choices=["gdpa", "linear"])  # the production block | InterFormer's
-    pffn_hidden: int = option(32, least=1)  # gdpa: hidden units
-    # gdpa: activation, normalisation and scales. The sum over hidden units is not averaged: the block's norm follows.
-    pffn_gdpa: GDPAConfig = field(default_factory=lambda: GDPAConfig(out_scale=1.0))
-    window: int = 64  # self-attention sees |i - j| <= window; 0: the whole sequence
     rotation: str = option("time", choices=["time", "position", "none"])  # time: by position and age (ROTE)
     pooling: str = option("hsp", choices=["hsp", "pma"])  # num_seeds seeds, compressed | as many seeds as tokens
     num_seeds: int = option(16, least=1)
-    num_tokens: int = option(4, least=1)  # of a sequence's summary
     kron_terms: int = option(4, least=1)  # of SumKronLinear in hsp; 1: linear compression and a projection
     comp_skip: bool = True  # even layers: PFFN and summary, odd ones: self and target attention; false: all in each
     event_stacks: str = option("own", choices=["own", "merged"])  # one for each event type | one for all, by time
@@ -62,10 +53,8 @@ class KunlunConfig(FeedForwardConfig, StackConfig):
     events: dict[str, dict[str, Any]] = option({})
     num_experts: int = option(2, least=1)  # Wukong experts, among which the tokens of the interaction are shared out
     wukong: WukongConfig = field(default_factory=lambda: WukongConfig(num_fmb=4, num_lcb=4))  # of an expert
-    interaction_hidden: list[int] = option([128], least=1)  # of the machines' MLPs
-    head_hidden: list[int] = option([128, 64], least=1)
 
-    shared: ClassVar[frozenset[str]] = frozenset({"rotation", "comp_skip", "event_stacks", "events", "head_hidden"})
+    shared: ClassVar[frozenset[str]] = frozenset({"rotation", "comp_skip", "event_stacks", "events"})
     retired: ClassVar[dict[str, Any]] = WukongConfig.retired | {
         "compute": None,
         "expert_layers": 1,
@@ -91,13 +80,13 @@ class KunlunConfig(FeedForwardConfig, StackConfig):
             _check_stack(self, name)
 
     def describe_layers(self) -> list[str]:
-        """With what event types have for themselves in each layer."""
+        """With what each layer computes, and what event types have for themselves in it."""
         of_types = {name: own.get("layers") or [] for name, own in self.events.items()}
         if not any(changes for each in [self.layers or [], *of_types.values()] for changes in each):
             return []
-        texts = []
-        for index, changes in enumerate(self.layers or [{}] * cast("int", self.num_layers)):
-            own = [shown(changes)] if changes else []
+        works, texts = works_of(stack_layers(self)), []
+        for index, (changes, work) in enumerate(zip(self.layers or [{}] * len(works), works, strict=True)):
+            own = [shown({**changes, "computes": [name for name, does in work._asdict().items() if does]})]
             given = {name: layers[index] for name, layers in of_types.items() if layers[index:]}
             own += [f"{name}: {shown(each)}" for name, each in given.items() if each]
             texts.append("; ".join(own))

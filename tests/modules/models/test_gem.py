@@ -121,7 +121,7 @@ def test_coarse_levels_see_what_the_window_of_the_finest_does_not() -> None:
 MIXED: list[dict[str, Any]] = [
     {"num_tokens": 3, "wukong": {"num_fmb": 5}, "num_context": 3, "pffn_gdpa": {"out_scale": 0.5}},
     {"window": 1, "num_target": 1, "wukong": {"rank": 2}, "pffn_hidden": 4},
-    {"cross_layer": False, "wukong": {"num_lcb": 3}},
+    {"wukong": {"num_lcb": 3}},
     {},
 ]
 

@@ -57,7 +57,12 @@ SMALL: dict[str, Any] = {
 }
 MOE = {"num_experts": 4, "top_k": 2, "expert_dim": 8}
 EXPERTS: dict[str, Any] = {"feed_forward": "moe", "moe": MoE.Config(**MOE)}
-WUKONG: dict[str, Any] = {"dim": 8, "rank": 3, "hidden": [16], "head_hidden": [16], "num_fmb": 4, "num_lcb": 4}
+WUKONG: dict[str, Any] = {
+    "dim": 8,
+    "wukong": WukongConfig(num_fmb=4, num_lcb=4, rank=3),
+    "hidden": [16],
+    "head_hidden": [16],
+}
 GEM_SMALL: dict[str, Any] = {
     "dim": 8,
     "wukong": WukongConfig(num_fmb=4, num_lcb=4, rank=3),
@@ -80,7 +85,7 @@ ULTRA: dict[str, Any] = {"dim": 8, "token_dim": 8, "num_heads": 2, "head_hidden"
 ONETRANS: dict[str, Any] = {"dim": 8, "token_dim": 16, "num_heads": 2, "num_tokens": 3, "head_hidden": [16]}
 TOKEN_MIXERS: dict[str, dict[str, Any]] = {
     "add": {"mixing": "add", "norm": "post", "feed_forward": "gelu", "sequences": "target"},
-    "revert": {"mixing": "revert", "global_token": True, "num_layers": 3, "interval": 2, "pool": "flatten"},
+    "revert": {"mixing": "revert", "global_token": True, "num_layers": 3, "interval": 2},
     "moe": {"mixing": "revert", "feed_forward": "moe", "num_layers": 1},
     "queries": {"sequences": "queries", "encoding": "attention"},
     "newest": {"sequences": "queries", "encoding": "newest", "num_newest": 3, "merge_events": True},
@@ -115,7 +120,7 @@ VARIANTS: dict[str, Any] = {
     "wukong": Wukong.Config(**WUKONG),
     "wukong-layers": Wukong.Config(
         **WUKONG,
-        layers=[{"num_fmb": 3, **EXPERTS}, {"hidden": []}, {"rank": 2}],
+        layers=[{"wukong": {"num_fmb": 3}, **EXPERTS}, {"hidden": []}, {"wukong": {"rank": 2}}],
     ),
     "gem": GEM.Config(**GEM_SMALL),
     "gem-layers": GEM.Config(
@@ -123,7 +128,7 @@ VARIANTS: dict[str, Any] = {
         layers=[
             {"num_heads": 1, "num_tokens": 3, "num_context": 3},
             {"window": 1, "num_target": 1, "wukong": {"num_fmb": 3}, "pffn_gdpa": {"activation": "silu"}, **EXPERTS},
-            {"cross_layer": False, "pffn_hidden": 4},
+            {"pffn_hidden": 4},
         ],
     ),
     "gem-deep": GEM.Config(**GEM_SMALL, num_layers=3, levels=[]),
@@ -157,7 +162,12 @@ VARIANTS: dict[str, Any] = {
     "onetrans": OneTransConfig(**ONETRANS, last_events=0, num_layers=2),
     "onetrans-pyramid": OneTransConfig(**ONETRANS, last_events=2, length_multiple=1, num_layers=3, request_tokens=2),
     "onetrans-plain": OneTransConfig(
-        **ONETRANS, last_events=5, length_multiple=4, merge="types", own_weights=False, causal=False, tokens="groups"
+        **ONETRANS,
+        last_events=5,
+        length_multiple=4,
+        merge="types",
+        without=["own_weights", "causality"],
+        tokens="groups",
     ),
     "mixing-all-ways": TokenMixingConfig(**TOKEN_MIXING, one_way=False, sequences="queries"),
 }

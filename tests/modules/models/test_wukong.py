@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from modules.broadcast import CandidateRows
 from modules.embedding import FeatureEmbedding
 from modules.models.wukong import Wukong
-from modules.wukong import WukongExperts, WukongLayer, _Deal
+from modules.wukong import WukongConfig, WukongExperts, WukongLayer, _Deal
 from tests.modules import padded
 from tests.modules.factories import random_batch, random_spec
 
@@ -74,7 +74,9 @@ def test_products_do_not_grow_with_the_number_of_tokens() -> None:
 def test_the_model_is_layers_over_all_tokens_then_a_head() -> None:
     torch.manual_seed(0)
     spec = random_spec()
-    config = Wukong.Config(dim=8, num_layers=3, rank=3, hidden=[16], head_hidden=[16], num_fmb=4, num_lcb=3)
+    config = Wukong.Config(
+        dim=8, num_layers=3, wukong=WukongConfig(num_fmb=4, num_lcb=3, rank=3), hidden=[16], head_hidden=[16]
+    )
     model, batch = Wukong(spec, config), random_batch(spec)
     tokens = FeatureEmbedding(spec, 8, "cpu")(batch)
     x = []

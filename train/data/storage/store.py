@@ -32,7 +32,7 @@ ByFirst = Callable[[Callable[[], None]], None]
 
 ONLY_LOADING = (
     "batch_size", "eval_batch_size", "num_workers", "prefetch", "cache_dir", "max_history", "max_skipped", "pad_events",
-    "negative_rate", "rows_at_once", "verify_cache", "follow", "follow_wait", "manifest",
+    "negative_rate", "rows_at_once", "follow", "follow_wait", "manifest",
 )  # fmt: skip
 """Settings that do not change what is prepared."""
 
@@ -44,15 +44,14 @@ def cache_folder(config: DataConfig, files: Iterable[DataFile]) -> Path:
     return Path(config.cache_dir).resolve() / f"{config.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def prepare_once(folder: Path, prepare: Callable[[Path], None], by_first: ByFirst, verify: bool = True) -> None:
+def prepare_once(folder: Path, prepare: Callable[[Path], None], by_first: ByFirst) -> None:
     """Prepare the folder by the first process, unless it is there, while the others wait.
 
-    Its files are compared with their sizes first, and with `verify` with their checksums; a damaged folder is prepared
-    anew.
+    Its files are compared with their sizes and checksums; a damaged folder is prepared anew.
     """
 
     def ensure() -> None:
-        if folder.exists() and (fault := _fault(folder, verify)):
+        if folder.exists() and (fault := _fault(folder)):
             log.warning("%s is damaged (%s) and is prepared anew", folder, fault)
             shutil.rmtree(folder)
         if not folder.exists():
@@ -84,13 +83,13 @@ def _prepare(folder: Path, prepare: Callable[[Path], None]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _fault(folder: Path, contents: bool) -> str | None:
+def _fault(folder: Path) -> str | None:
     """What is wrong with the files of a prepared folder, in a few words."""
     try:
         sums = json.loads((folder / MANIFEST).read_text())
-        return next(iter(faults(folder, sums, contents)), None)
+        return next(iter(faults(folder, sums)), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST}: {error!r}" if contents else None
+        return f"{MANIFEST}: {error!r}"
 
 
 def save_meta(folder: Path, meta: dict[str, Any]) -> None:

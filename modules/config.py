@@ -36,6 +36,7 @@ def option(
         "most": most,
         "below": below,
         "example": example,
+        "empty": default == [],
     }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=limits)
@@ -53,11 +54,18 @@ def check_options(config: Any, path: str) -> None:
         for name, part in _dataclasses(value):
             check_options(part, key + name)
         if choices := limits.get("choices"):
-            _check_choice(key, value, choices, limits["dotted"])
+            _check_choice(key, value, choices, limits)
         else:
             _check_range(key, value, limits)
     if rules := getattr(config, "check_at", None):
         rules(path)
+
+
+def refuse(*rules: tuple[object, str]) -> None:
+    """ValueError with the text of the first rule (when, text) whose first part is true."""
+    for when, text in rules:
+        if when:
+            raise ValueError(text)
 
 
 def changed(config: Any, changes: Mapping[str, Any], path: str) -> Any:
@@ -151,11 +159,11 @@ def _dataclasses(value: Any) -> Iterable[tuple[str, Any]]:
     return [(f".{name}", part) for name, part in parts if dataclasses.is_dataclass(part)]
 
 
-def _check_choice(key: str, value: Any, choices: tuple[str, ...], dotted: str) -> None:
-    values = value if isinstance(value, list) else [value]
+def _check_choice(key: str, value: Any, choices: tuple[str, ...], limits: Mapping[str, Any]) -> None:
+    values, dotted = value if isinstance(value, list) else [value], limits["dotted"]
     if dotted:
         values = [each for each in values if "." not in each]
-    if not (values or dotted) or not set(values) <= {None, *choices}:
+    if not (values or dotted or limits["empty"]) or not set(values) <= {None, *choices}:
         own = f", or give the dotted name of a class, e.g. {dotted}" if dotted else ""
         raise ValueError(f"{key}={value} is not known; choose from {', '.join(choices)}{own}")
 
@@ -206,6 +214,14 @@ class ModelConfig(TokenConfig):
 
     retired: ClassVar[dict[str, Any]] = {}  # keys of earlier versions with the value that all now have; ...: any
     moved: ClassVar[dict[str, str]] = {}  # and where others are now
+
+    def check_at(self, path: str) -> None:
+        for table, width in self.table_dims.items():
+            if width < 4 or width % 4:
+                raise ValueError(
+                    f"{path}.table_dims.{table}={width} must be a multiple of 4, which the kernels of tables read at "
+                    f"once, e.g. {path}.table_dims.{table}={max(4, width // 4 * 4)}"
+                )
 
     def check(self) -> None:
         """Rules across fields. ValueError that names the key below `model` and a value that works."""
@@ -307,6 +323,17 @@ class TokensConfig(HeadsConfig, RankingConfig):
     token_dim: int = option(64, least=1)  # width of tokens; dim is that of features
 
     shared: ClassVar[frozenset[str]] = frozenset({"token_dim"})
+
+
+@dataclasses.dataclass(kw_only=True)
+class FeatureTokensConfig(TokensConfig):
+    """What such models share whose tokens are made of features."""
+
+    num_tokens: int = option(8, least=1)  # of a candidate, its request's features among them
+    tokens: str = option("split", choices=["split", "groups"])  # slices of one product | a group of features each
+    expansion: float = option(4.0, example=4.0)  # hidden width of a token's network, in token_dim
+
+    shared: ClassVar[frozenset[str]] = frozenset({"num_tokens", "tokens"})
 
 
 def layer_config(config: Any, changes: Mapping[str, Any], path: str, keys: Collection[str]) -> Any:

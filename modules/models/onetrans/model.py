@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kernels.jagged import jagged_concat, jagged_flip, segment_mean
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
-from modules.config import TokensConfig, option
+from modules.config import FeatureTokensConfig, option
 from modules.embedding import JaggedSequence, Tokens
 from modules.history import merge_by_time
 from modules.mlp import MLP, SharedLinear, TaskHeads
@@ -26,16 +26,13 @@ from modules.token_attention import equal_offsets
 
 
 @dataclass(kw_only=True)
-class OneTransConfig(TokensConfig):
+class OneTransConfig(FeatureTokensConfig):
     name: str = "onetrans"
     num_heads: int = option(4, least=1)
-    num_tokens: int = option(8, least=1)  # of a candidate, made of its features and those of the request
     request_tokens: int = 0  # made of the request's features, newest in the sequence, once a request; 0: see above
-    tokens: str = option("split", choices=["split", "groups"])  # slices of one product | a group of features each
     merge: str = option("time", choices=["time", "types"])  # by time | one event type behind another
     last_events: int = 16  # that go on from the last layer; each before has linearly more; 0: all in each
     length_multiple: int = option(32, least=1)  # to which the numbers of events are rounded up
-    expansion: float = option(4.0, example=4.0)  # hidden width of networks, in token_dim
 
     # Published ablations, without: weights of each token of a candidate: those of events | events that see older ones
     # only | with merge=types, a learned token between two types.
@@ -44,7 +41,7 @@ class OneTransConfig(TokensConfig):
     usual_layers: ClassVar[int] = 4
     shared: ClassVar[frozenset[str]] = frozenset(
         {
-            *("num_tokens", "request_tokens", "tokens", "merge", "without", "last_events"),
+            *("request_tokens", "merge", "without", "last_events"),
             "length_multiple",
         }
     )

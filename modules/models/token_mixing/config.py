@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from modules.config import TokensConfig, option
+from modules.config import FeatureTokensConfig, option
 from modules.moe.layer import RoutingConfig
 
 MIXINGS = ("add", "revert", "boost", "attention", "none")
@@ -25,7 +25,7 @@ class SparseConfig(RoutingConfig):
 
 
 @dataclass(kw_only=True)
-class TokenMixingConfig(TokensConfig):
+class TokenMixingConfig(FeatureTokensConfig):
     name: str = "token_mixing"
     num_tokens: int = option(8, least=2)  # as many heads mix them
     user_tokens: int | None = option(None, least=1)  # of these, from features of the request; null: half
@@ -36,7 +36,6 @@ class TokenMixingConfig(TokensConfig):
     mixing: str = option("boost", choices=MIXINGS)  # RankMixer's | TokenMixer-Large's | HyFormer's, MixFormer's | ...
     norm: str = option("pre", choices=["pre", "post"])
     feed_forward: str = option("swiglu", choices=FEED_FORWARDS)
-    expansion: float = option(4.0, example=4.0)  # hidden width of a token's network, in token_dim
     bias: bool = True  # of networks; false: on Hopper a SwiGLU network of each token is one operator
     output_std: float = 0.0  # of the networks' last weights at first; 0: as of any linear layer
     moe: SparseConfig = field(default_factory=SparseConfig)
@@ -60,7 +59,7 @@ class TokenMixingConfig(TokensConfig):
 
     shared: ClassVar[frozenset[str]] = frozenset(
         {
-            *("num_tokens", "user_tokens", "one_way", "tokens", "groups", "global_token", "interval"),
+            *("user_tokens", "one_way", "groups", "global_token", "interval"),
             *("lower_weight", "sequences", "merge_events", "num_queries", "without"),
         }
     )

@@ -11,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 
 from modules.batch import FeatureSpec
+from modules.config import check_options
 from train.config.schema import EventsConfig, TableVectorsConfig, VectorConfig
 from train.data.events.late import check_late
 from train.data.events.names import features, lists, numbers, numeric, table_of, vectors, wanted
@@ -29,52 +30,7 @@ ENDS = 1 << 16
 
 
 def check(config: EventsConfig) -> None:
-    if not config.files:
-        raise ValueError("data.files is empty; name the files of labelled rows, e.g. data.files=[log.parquet]")
-    for name, history in config.histories.items():
-        key = f"data.histories.{name}"
-        if not history.fields:
-            raise ValueError(f"{key}.fields is empty; name at least one column, e.g. [item_id]")
-        if history.lists and (history.where or history.files):
-            raise ValueError(f"{key}.lists reads lists of the row itself; where and files go with lists=false")
-        if history.times and not config.time:
-            raise ValueError(f"{key}.times dates events: data.time must name the time column of the rows")
-        if history.times and not history.lists:
-            raise ValueError(f"{key}.times names a list column and goes with lists=true; a log's time column is `time`")
-        if not history.lists and not config.user:
-            raise ValueError(f"{key} collects a user's earlier events: data.user must name the user column")
-        if history.files and not config.time:
-            raise ValueError(f"{key}.files is a log of timed events: data.time must name the time column of the rows")
-    if config.split_by == "last" and not (config.user and config.time):
-        raise ValueError(
-            "data.split_by=last holds out each user's last requests: data.user and data.time must name their columns, "
-            "e.g. data.user=session data.time=position"
-        )
-    if config.train_requests == "last" and config.split_by != "last":
-        raise ValueError("data.train_requests=last goes with data.split_by=last, which holds out each user's last ones")
-    if config.request and not config.user:
-        raise ValueError(
-            f"data.request={config.request} groups rows of one user: data.user must name the user column; without "
-            f"users, let each request be one, data.user={config.request}"
-        )
-    own = [
-        ("categorical", config.vendor_categorical),
-        ("list", config.vendor_list),
-        ("numeric", config.vendor_numeric),
-        ("vectors", list(config.vendor_vectors)),
-    ]
-    named_of_vendors = {f"data.vendor_{kind}": names for kind, names in own if names}
-    if named_of_vendors and not config.vendor:
-        key, names = next(iter(named_of_vendors.items()))
-        raise ValueError(
-            f"{key}={names} are features of vendors: data.vendor must name the column that tells vendors apart, e.g. "
-            f"data.vendor={names[0]}"
-        )
-    if config.vendor and not named_of_vendors:
-        raise ValueError(
-            f"data.vendor={config.vendor} has no feature; name at least one, e.g. data.vendor_categorical="
-            f"[{config.vendor}]"
-        )
+    check_options(config, "data")
     formats = {f"data.histories.{name}.time_format": history.time_format for name, history in config.histories.items()}
     for key, time_format in {"data.time_format": config.time_format, **formats}.items():
         if time_format not in (None, "s", "ms") and "%" not in time_format:
@@ -223,7 +179,7 @@ def earlier_mapping(config: EventsConfig, spec: FeatureSpec) -> mapping.Mapping 
             f"data.vocabulary_of={earlier.path} was given vectors for the tables {sorted(earlier.vectors)}, this "
             f"configuration has data.table_vectors of {sorted(config.table_vectors)}; use the same"
         )
-    if earlier.transforms != mapping.transforms_of(config):
+    if earlier.transforms != config.transformed():
         raise ValueError(
             f"data.vocabulary_of={earlier.path} made columns by data.transforms={earlier.transforms}; use the same, "
             "or its weights would be given other ids and numbers"

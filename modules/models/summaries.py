@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from modules.config import HeadsConfig, RankingConfig, option
-from modules.feed_forward import FeedForwardConfig
-from modules.gdpa import GDPAConfig
-from modules.wukong import WukongConfig
+from modules.layers.attention.gdpa import GDPAConfig
+from modules.layers.feed_forward.block import FeedForwardConfig
+from modules.layers.interaction.wukong import WukongConfig
 
 
 @dataclass(kw_only=True)

@@ -18,14 +18,14 @@ from kernels.tokens import place_rows
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
 from modules.config import TokensConfig, option
-from modules.embedding import JaggedSequence, Tokens
-from modules.history import merge_by_time
-from modules.mlp import MLP, TaskHeads
+from modules.layers.embedding.tokens import JaggedSequence, Tokens
+from modules.layers.feed_forward.mlp import MLP, TaskHeads
+from modules.layers.norms import rms_norm
+from modules.layers.sequence.history import merge_by_time
+from modules.layers.sequence.newest import newest, with_spare_rows
 from modules.models.hstu import HSTULayerConfig
 from modules.models.ranking import RequestVectors
 from modules.models.token_mixing.tokens import SideTokens
-from modules.newest import newest, with_spare_rows
-from modules.norms import rms_norm
 
 
 @dataclass(kw_only=True)

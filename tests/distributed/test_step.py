@@ -14,7 +14,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from modules.batch import FeatureSpec, RequestBatch
 from modules.config import ManagedTable
-from modules.embedding import FeatureEmbedding, Tokens
+from modules.layers.embedding.tokens import FeatureEmbedding, Tokens
 from modules.models.baselines import DLRM
 from modules.models.ranking import RankingModel
 from tests.modules.factories import random_batch, random_spec

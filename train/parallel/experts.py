@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from modules.moe import AllGather, AllToAll, Experts, MoE
+from modules.layers.moe import AllGather, AllToAll, Experts, MoE
 from train.config.schema import ParallelConfig
 from train.parallel.mesh import Mesh
 

@@ -15,8 +15,8 @@ from torchrec.distributed.mc_embedding import (
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 
-from modules.embedding import FeatureEmbedding
-from modules.managed import RowsOfIds
+from modules.layers.embedding.managed import RowsOfIds
+from modules.layers.embedding.tokens import FeatureEmbedding
 from train.parallel.managed_dedup import CountedIdsSharder
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from modules.config import layer_config, option, shown
+from modules.layers.interaction.wukong import WukongConfig
 from modules.models.summaries import SummariesConfig
-from modules.wukong import WukongConfig
 
 OF_EVENTS = ("dim", "num_heads", "num_layers", "layers", "num_tokens", "num_seeds", "window", "pffn_hidden")
 """Keys that an event type may have for itself."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from modules.config import FeatureTokensConfig, option
-from modules.moe.layer import RoutingConfig
+from modules.layers.moe.layer import RoutingConfig
 
 MIXINGS = ("add", "revert", "boost", "attention", "none")
 FEED_FORWARDS = ("swiglu", "gelu", "linear", "moe")

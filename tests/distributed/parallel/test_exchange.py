@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modules.moe import AllGather, AllToAll, MoE, exchange
-from modules.moe.exchange import PAYLOADS
+from modules.layers.moe import AllGather, AllToAll, MoE, exchange
+from modules.layers.moe.exchange import PAYLOADS
 from tests.processes import run_ranks
 from train.config.schema import RuntimeConfig
 from train.process import distributed

@@ -10,8 +10,10 @@ from torch.nn.functional import pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.broadcast import CandidateRows
-from modules.embedding import FeatureEmbedding
-from modules.mlp import MLP
+from modules.layers.attention.rotary import rotation
+from modules.layers.embedding.tokens import FeatureEmbedding
+from modules.layers.feed_forward.mlp import MLP
+from modules.layers.norms import add_rms_norm, rms_norm
 from modules.models import build
 from modules.models.interformer import InterFormer
 from modules.models.interformer.arches import (
@@ -24,8 +26,6 @@ from modules.models.interformer.arches import (
     places_of_ends,
 )
 from modules.models.interformer.model import _positions, _prepend
-from modules.norms import add_rms_norm, rms_norm
-from modules.rotary import rotation
 from tests.modules.factories import random_batch, random_spec
 
 DIM = 8

@@ -16,7 +16,7 @@ from kernels.core import dispatch
 from modules.batch import RequestBatch
 from modules.broadcast import CandidateRows
 from modules.config import ModelConfig
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.models import baselines, build
 from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.gem import GEM

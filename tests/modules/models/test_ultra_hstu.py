@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.models import build
 from modules.models.ultra_hstu import UltraHSTU, UltraHSTUConfig
 from tests.modules.factories import random_batch, random_spec

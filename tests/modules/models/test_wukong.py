@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from modules.broadcast import CandidateRows
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
+from modules.layers.interaction.wukong import WukongConfig, WukongExperts, WukongLayer, _Deal
 from modules.models.wukong import Wukong
-from modules.wukong import WukongConfig, WukongExperts, WukongLayer, _Deal
 from tests.modules import padded
 from tests.modules.factories import random_batch, random_spec
 

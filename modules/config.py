@@ -61,11 +61,10 @@ def check_options(config: Any, path: str) -> None:
         rules(path)
 
 
-def refuse(*rules: tuple[object, str]) -> None:
-    """ValueError with the text of the first rule (when, text) whose first part is true."""
-    for when, text in rules:
-        if when:
-            raise ValueError(text)
+def refuse(when: object, text: str) -> None:
+    """A rule across fields: ValueError with that text where `when` is true."""
+    if when:
+        raise ValueError(text)
 
 
 def changed(config: Any, changes: Mapping[str, Any], path: str) -> Any:

@@ -88,26 +88,24 @@ def validate(config: Config) -> None:
     model.check()
     requests = config.data.batch_size
     refuse(
-        (
-            parallel.balance and requests and requests % parallel.balance,
-            f"parallel.balance={parallel.balance} must divide data.batch_size={requests}, so that ranks get equally "
-            f"many requests, e.g. parallel.balance={math.gcd(parallel.balance, requests or 0)}",
-        ),
-        (
-            optimizer.dense != "adamw" and parallel.dense != "ddp",
-            f"optimizer.dense={optimizer.dense} with parallel.dense={parallel.dense}: an optimiser by its dotted name "
-            "may need whole matrices; use optimizer.dense=adamw or parallel.dense=ddp",
-        ),
-        (
-            parallel.table_ranks and model.managed_tables,
-            f"parallel.table_ranks={parallel.table_ranks} with model.managed_tables={sorted(model.managed_tables)}: "
-            "copies would give the same row to different ids; use parallel.table_ranks=0 or no managed tables",
-        ),
-        (
-            runtime.compile and parallel.expert_ranks,
-            f"runtime.compile=true with parallel.expert_ranks={parallel.expert_ranks}: the exchange of tokens cannot "
-            "be compiled; use runtime.compile=false or parallel.expert_ranks=0",
-        ),
+        parallel.balance and requests and requests % parallel.balance,
+        f"parallel.balance={parallel.balance} must divide data.batch_size={requests}, so that ranks get equally "
+        f"many requests, e.g. parallel.balance={math.gcd(parallel.balance, requests or 0)}",
+    )
+    refuse(
+        optimizer.dense != "adamw" and parallel.dense != "ddp",
+        f"optimizer.dense={optimizer.dense} with parallel.dense={parallel.dense}: an optimiser by its dotted name "
+        "may need whole matrices; use optimizer.dense=adamw or parallel.dense=ddp",
+    )
+    refuse(
+        parallel.table_ranks and model.managed_tables,
+        f"parallel.table_ranks={parallel.table_ranks} with model.managed_tables={sorted(model.managed_tables)}: "
+        "copies would give the same row to different ids; use parallel.table_ranks=0 or no managed tables",
+    )
+    refuse(
+        runtime.compile and parallel.expert_ranks,
+        f"runtime.compile=true with parallel.expert_ranks={parallel.expert_ranks}: the exchange of tokens cannot "
+        "be compiled; use runtime.compile=false or parallel.expert_ranks=0",
     )
     if runtime.cuda_graphs and (refusal := graphs_refusal(config)):
         raise ValueError(f"runtime.cuda_graphs=true with {refusal}")

@@ -59,30 +59,28 @@ class DataConfig:
     def check_at(self, path: str) -> None:
         parts = self.split
         refuse(
-            (
-                not 0 < self.negative_rate <= 1,
-                f"{path}.negative_rate={self.negative_rate} is a share of the negatives: above 0 and at most 1, e.g. "
-                f"{path}.negative_rate=0.1",
-            ),
-            (
-                len(parts) != 3 or min(parts) < 0 or parts[0] == 0 or abs(sum(parts) - 1) > 1e-6,
-                f"{path}.split={parts} must be three fractions of sum 1, e.g. {path}.split=[0.8,0.1,0.1]",
-            ),
-            (
-                self.max_skipped > 1,
-                f"{path}.max_skipped={self.max_skipped} is a share of the rows: at most 1, e.g. 0.1",
-            ),
-            (
-                self.id_map == "hash" and (self.min_count > 1 or self.table_min_count),
-                f"{path}.min_count={self.min_count} and {path}.table_min_count={self.table_min_count} need ids to be "
-                f"counted, which {path}.id_map=hash does not do; use {path}.id_map=vocabulary, or {path}.min_count=1 "
-                "and no table_min_count",
-            ),
-            (
-                self.oov_rows and (self.id_map == "hash" or self.min_count < 2),
-                f"{path}.oov_rows={self.oov_rows} are learned from ids that are rare in training, and {path}.min_count "
-                f"must say what is rare: e.g. {path}.id_map=vocabulary {path}.min_count=2, or use {path}.oov_rows=0",
-            ),
+            not 0 < self.negative_rate <= 1,
+            f"{path}.negative_rate={self.negative_rate} is a share of the negatives: above 0 and at most 1, e.g. "
+            f"{path}.negative_rate=0.1",
+        )
+        refuse(
+            len(parts) != 3 or min(parts) < 0 or parts[0] == 0 or abs(sum(parts) - 1) > 1e-6,
+            f"{path}.split={parts} must be three fractions of sum 1, e.g. {path}.split=[0.8,0.1,0.1]",
+        )
+        refuse(
+            self.max_skipped > 1,
+            f"{path}.max_skipped={self.max_skipped} is a share of the rows: at most 1, e.g. 0.1",
+        )
+        refuse(
+            self.id_map == "hash" and (self.min_count > 1 or self.table_min_count),
+            f"{path}.min_count={self.min_count} and {path}.table_min_count={self.table_min_count} need ids to be "
+            f"counted, which {path}.id_map=hash does not do; use {path}.id_map=vocabulary, or {path}.min_count=1 "
+            "and no table_min_count",
+        )
+        refuse(
+            self.oov_rows and (self.id_map == "hash" or self.min_count < 2),
+            f"{path}.oov_rows={self.oov_rows} are learned from ids that are rare in training, and {path}.min_count "
+            f"must say what is rare: e.g. {path}.id_map=vocabulary {path}.min_count=2, or use {path}.oov_rows=0",
         )
 
     sizes_run: ClassVar[bool] = False  # the size of its data decides the length of a run whose keys leave it open
@@ -143,16 +141,14 @@ class HistoryConfig:
     known_at: str | None = None
 
     def check_at(self, path: str) -> None:
+        refuse(not self.fields, f"{path}.fields is empty; name at least one column, e.g. [item_id]")
         refuse(
-            (not self.fields, f"{path}.fields is empty; name at least one column, e.g. [item_id]"),
-            (
-                self.lists and (self.where or self.files),
-                f"{path}.lists reads lists of the row itself; where and files go with lists=false",
-            ),
-            (
-                self.times and not self.lists,
-                f"{path}.times names a list column and goes with lists=true; a log's time column is `time`",
-            ),
+            self.lists and (self.where or self.files),
+            f"{path}.lists reads lists of the row itself; where and files go with lists=false",
+        )
+        refuse(
+            self.times and not self.lists,
+            f"{path}.times names a list column and goes with lists=true; a log's time column is `time`",
         )
 
 
@@ -276,46 +272,42 @@ class EventsConfig(DataConfig):
         super().check_at(path)
         for name, history in self.histories.items():
             key, time = f"{path}.histories.{name}", f"{path}.time must name the time column of the rows"
+            refuse(history.times and not self.time, f"{key}.times dates events: {time}")
+            refuse(history.files and not self.time, f"{key}.files is a log of timed events: {time}")
             refuse(
-                (history.times and not self.time, f"{key}.times dates events: {time}"),
-                (history.files and not self.time, f"{key}.files is a log of timed events: {time}"),
-                (
-                    not history.lists and not self.user,
-                    f"{key} collects a user's earlier events: {path}.user must name the user column",
-                ),
+                not history.lists and not self.user,
+                f"{key} collects a user's earlier events: {path}.user must name the user column",
             )
         kinds = ("categorical", "list", "numeric", "vectors")
         of_vendors = {f"{path}.vendor_{kind}": list(getattr(self, f"vendor_{kind}")) for kind in kinds}
         key, names = next(((key, names) for key, names in of_vendors.items() if names), ("", [""]))
         refuse(
-            (
-                not self.files,
-                f"{path}.files is empty; name the files of labelled rows, e.g. {path}.files=[log.parquet]",
-            ),
-            (
-                self.split_by == "last" and not (self.user and self.time),
-                f"{path}.split_by=last holds out each user's last requests: {path}.user and {path}.time must name "
-                f"their columns, e.g. {path}.user=session {path}.time=position",
-            ),
-            (
-                self.train_requests == "last" and self.split_by != "last",
-                f"{path}.train_requests=last goes with {path}.split_by=last, which holds out each user's last ones",
-            ),
-            (
-                self.request and not self.user,
-                f"{path}.request={self.request} groups rows of one user: {path}.user must name the user column; "
-                f"without users, let each request be one, {path}.user={self.request}",
-            ),
-            (
-                key and not self.vendor,
-                f"{key}={names} are features of vendors: {path}.vendor must name the column that tells vendors apart, "
-                f"e.g. {path}.vendor={names[0]}",
-            ),
-            (
-                self.vendor and not key,
-                f"{path}.vendor={self.vendor} has no feature; name at least one, e.g. "
-                f"{path}.vendor_categorical=[{self.vendor}]",
-            ),
+            not self.files,
+            f"{path}.files is empty; name the files of labelled rows, e.g. {path}.files=[log.parquet]",
+        )
+        refuse(
+            self.split_by == "last" and not (self.user and self.time),
+            f"{path}.split_by=last holds out each user's last requests: {path}.user and {path}.time must name "
+            f"their columns, e.g. {path}.user=session {path}.time=position",
+        )
+        refuse(
+            self.train_requests == "last" and self.split_by != "last",
+            f"{path}.train_requests=last goes with {path}.split_by=last, which holds out each user's last ones",
+        )
+        refuse(
+            self.request and not self.user,
+            f"{path}.request={self.request} groups rows of one user: {path}.user must name the user column; "
+            f"without users, let each request be one, {path}.user={self.request}",
+        )
+        refuse(
+            key and not self.vendor,
+            f"{key}={names} are features of vendors: {path}.vendor must name the column that tells vendors apart, "
+            f"e.g. {path}.vendor={names[0]}",
+        )
+        refuse(
+            self.vendor and not key,
+            f"{path}.vendor={self.vendor} has no feature; name at least one, e.g. "
+            f"{path}.vendor_categorical=[{self.vendor}]",
         )
 
     @property
@@ -428,14 +420,12 @@ class OptimizerConfig:
 
     def check_at(self, path: str) -> None:
         refuse(
-            (
-                self.sparse_weight_decay and self.sparse != "rowwise_adagrad",
-                f"{path}.sparse_weight_decay={self.sparse_weight_decay} goes with {path}.sparse=rowwise_adagrad; use "
-                f"that, or 0 with {path}.sparse={self.sparse}",
-            ),
-            (len(self.betas) != 2, f"{path}.betas={self.betas} must be two numbers, e.g. {path}.betas=[0.9,0.999]"),
-            (self.min_lr > 1, f"{path}.min_lr={self.min_lr} is a fraction of {path}.lr: at most 1, e.g. 0.1"),
+            self.sparse_weight_decay and self.sparse != "rowwise_adagrad",
+            f"{path}.sparse_weight_decay={self.sparse_weight_decay} goes with {path}.sparse=rowwise_adagrad; use "
+            f"that, or 0 with {path}.sparse={self.sparse}",
         )
+        refuse(len(self.betas) != 2, f"{path}.betas={self.betas} must be two numbers, e.g. {path}.betas=[0.9,0.999]")
+        refuse(self.min_lr > 1, f"{path}.min_lr={self.min_lr} is a fraction of {path}.lr: at most 1, e.g. 0.1")
 
 
 SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
@@ -484,27 +474,25 @@ class ParallelConfig:
     def check_at(self, path: str) -> None:
         in_host = next((rule.kernels for rule in self.tables if set(rule.kernels or ()) - {"fused"}), None)
         refuse(
-            (
-                self.expert_payload != "full" and self.expert_ranks < 2,
-                f"{path}.expert_payload={self.expert_payload} needs experts on several ranks, between which tokens "
-                f"travel; use {path}.expert_payload=full, or e.g. {path}.expert_ranks=2",
-            ),
-            (
-                self.index_dedup and self.row_precision != "fp32",
-                f"{path}.index_dedup=true with {path}.row_precision={self.row_precision}: the gradients of an id that "
-                "occurs often would be added up in bfloat16, where small ones are lost; use "
-                f"{path}.row_precision=fp32 or {path}.index_dedup=false",
-            ),
-            (
-                self.table_ranks and in_host,
-                f"{path}.table_ranks={self.table_ranks} with {path}.tables kernels={in_host}: copies of tables in "
-                f"host memory cannot be averaged; use kernels: [fused] or {path}.table_ranks=0",
-            ),
-            (
-                self.table_average_every > 1 and not self.table_ranks,
-                f"{path}.table_average_every={self.table_average_every} needs copies of the tables, each on "
-                f"{path}.table_ranks ranks; use that, e.g. {path}.table_ranks=8, or {path}.table_average_every=1",
-            ),
+            self.expert_payload != "full" and self.expert_ranks < 2,
+            f"{path}.expert_payload={self.expert_payload} needs experts on several ranks, between which tokens "
+            f"travel; use {path}.expert_payload=full, or e.g. {path}.expert_ranks=2",
+        )
+        refuse(
+            self.index_dedup and self.row_precision != "fp32",
+            f"{path}.index_dedup=true with {path}.row_precision={self.row_precision}: the gradients of an id that "
+            "occurs often would be added up in bfloat16, where small ones are lost; use "
+            f"{path}.row_precision=fp32 or {path}.index_dedup=false",
+        )
+        refuse(
+            self.table_ranks and in_host,
+            f"{path}.table_ranks={self.table_ranks} with {path}.tables kernels={in_host}: copies of tables in "
+            f"host memory cannot be averaged; use kernels: [fused] or {path}.table_ranks=0",
+        )
+        refuse(
+            self.table_average_every > 1 and not self.table_ranks,
+            f"{path}.table_average_every={self.table_average_every} needs copies of the tables, each on "
+            f"{path}.table_ranks ranks; use that, e.g. {path}.table_ranks=8, or {path}.table_average_every=1",
         )
 
 

@@ -68,6 +68,12 @@ class KunlunConfig(SummariesConfig):
         "expert_lcb": "wukong.num_lcb",
     }
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Earlier versions saved null for what a type does not have for itself.
+        given = self.events.items()
+        self.events = {name: {key: each for key, each in own.items() if each is not None} for name, own in given}
+
     def check(self) -> None:
         if self.events and self.event_stacks == "merged":
             raise ValueError(
@@ -110,8 +116,7 @@ def stack_layers(config: KunlunConfig, event_type: str = "") -> list[KunlunConfi
     A key is the first that is given of: the type's layer, the type, the model's layer, the model.
     """
     of_model, path = config.of_layers(), f"model.events.{event_type}"
-    own = config.events.get(event_type, {})
-    given = {name: value for name, value in own.items() if value is not None}  # as earlier versions saved what was open
+    given = config.events.get(event_type, {})
     layers = [layer_config(layer, given, path, OF_EVENTS) for layer in of_model]
     of_type, number = given.get("layers"), given.get("num_layers")
     if of_type and number not in (None, len(of_type)):

@@ -103,7 +103,6 @@ def test_a_layer_attends_to_all_earlier_ones() -> None:
     model(embedding(batch), batch)
     made = 8 + 8
     assert seen == [made, 2 * made]
-    assert all(layer.cross is None for layer in gem(num_layers=3, cross_layer=False)[0].layers)
 
 
 def test_coarse_levels_see_what_the_window_of_the_finest_does_not() -> None:

@@ -32,7 +32,8 @@ class ManagedTables(ShardedManagedCollisionEmbeddingCollection):
             fresh = torch.empty(rows.numel(), weight.shape[1], device=weight.device)
             weight.data[rows] = embedding._table_name_to_config[table].init_fn(fresh)
             tables, index = self._table_to_tbe_and_index[table]
-            for state in tables.split_optimizer_states()[int(index)]:
+            states = tables.split_optimizer_states()  # SGD has none
+            for state in states[int(index)] if states else ():
                 if state.dim() and len(state) == len(weight):
                     state[rows] = 0
 

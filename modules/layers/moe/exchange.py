@@ -94,6 +94,45 @@ class AllGather:
         return partial.unflatten(0, (ranks, -1)).sum(0, dtype=dtype).to(partial.dtype)
 
 
+class ByKind:
+    """For layers where each of K kinds of tokens has experts of its own, K / R kinds on a rank: a token travels once,
+    whatever its k, with its selections and weights, and comes back mixed: 2 N D numbers a layer, instead of k times as
+    many. Sizes do not depend on the routing: the hosts tell each other how many tokens they have, and read no device.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_kinds: int, payload: str = "full") -> None:
+        """`group` carries tensors of the CPU as well; `payload`: of PAYLOADS. ValueError unless R divides the kinds."""
+        if num_kinds % group.size():
+            raise ValueError(f"{num_kinds} kinds of tokens cannot be shared out evenly over {group.size()} ranks")
+        self.group, self.kinds, self.rounded = group, num_kinds // group.size(), PAYLOADS[payload]
+
+    def mix(
+        self, x: Tensor, routing: Routing, experts: LocalExperts, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
+        """As `AllToAll.mix`; tokens are of kinds 0, 1, ... in turn."""
+        ranks = self.group.size()
+        shape, local = (x.shape[0] // (ranks * self.kinds), ranks, self.kinds), routing.scores.shape[1] // ranks
+
+        def of_ranks(tokens: Tensor) -> Tensor:
+            return tokens.unflatten(0, shape).transpose(0, 1).flatten(0, 2)
+
+        count = torch.full((ranks,), x.shape[0] // ranks)
+        counts = torch.empty_like(count)
+        dist.all_to_all_single(counts, count, group=self.group)
+        received, sent = counts.tolist(), count.tolist()
+        # Numbers of experts are exact in float32.
+        selected = (routing.selected_experts % local).to(routing.weights.dtype)
+        told = _exchange(of_ranks(torch.cat([routing.weights, selected], 1)), received, sent, self.group)
+        given = _exchange(of_ranks(_for_products(x)), received, sent, self.group, self.rounded, meanwhile)
+        weights, selected = told.chunk(2, 1)
+        mixed = experts(given, selected.detach().long(), weights.contiguous())
+        back = _exchange(mixed, sent, received, self.group, self.rounded)
+        return back.unflatten(0, (ranks, shape[0], self.kinds)).transpose(0, 1).flatten(0, 2)
+
+
+Exchange = AllToAll | AllGather | ByKind
+
+
 def _for_products(x: Tensor) -> Tensor:
     """Tokens in the dtype in which experts multiply them, so that no wider one travels."""
     device = x.device.type

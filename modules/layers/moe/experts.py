@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from kernels.moe import experts, swiglu
 from kernels.mxfp8 import QUANTIZED, experts_execution, grouped_mm, multiplies_expert_codes
 from modules.layers.moe.dispatcher import Dispatcher
-from modules.layers.moe.exchange import AllGather, AllToAll
+from modules.layers.moe.exchange import Exchange
 from modules.layers.moe.router import Routing
 from modules.precision import Quantizable
 
@@ -47,7 +47,7 @@ class Experts(Quantizable):
         self,
         x: Tensor,
         routing: Routing,
-        dispatcher: Dispatcher | AllToAll | AllGather,
+        dispatcher: Dispatcher | Exchange,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
         """x [N, D] through the experts of its routing, mixed -> [N, D] in autocast's dtype, else in that of x.
@@ -55,7 +55,7 @@ class Experts(Quantizable):
         With a `Dispatcher` this is one operator, and between ranks one operator around which tokens are exchanged.
         Another dispatcher moves the rows to the experts and back itself. `meanwhile` is called while tokens travel.
         """
-        if isinstance(dispatcher, AllToAll | AllGather):
+        if isinstance(dispatcher, Exchange):
             return dispatcher.mix(x, routing, self._mixed, meanwhile)
         if type(dispatcher) is Dispatcher:
             return self._mixed(x, routing.selected_experts, routing.weights)

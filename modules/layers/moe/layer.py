@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from modules.config import option
 from modules.layers.moe.balancing import load_balancing_loss
 from modules.layers.moe.dispatcher import Dispatcher
-from modules.layers.moe.exchange import AllGather, AllToAll
+from modules.layers.moe.exchange import Exchange
 from modules.layers.moe.experts import Experts, SharedExperts
 from modules.layers.moe.router import Router
 
@@ -84,7 +84,7 @@ class MoE(nn.Module):
             bias_update_rate=bias_update_rate,
             num_kinds=num_kinds,
         )
-        self.dispatcher: Dispatcher | AllToAll | AllGather = Dispatcher()
+        self.dispatcher: Dispatcher | Exchange = Dispatcher()
         self.experts = Experts(dim, expert_dim, num_experts)
         self.shared = SharedExperts(dim, expert_dim, num_shared_experts) if num_shared_experts else None
         self.aux_loss_weight = aux_loss_weight
@@ -106,7 +106,7 @@ class MoE(nn.Module):
         # The experts dispatch, so that their hooks and wrappers see every call.
         if self.shared is None:
             y = self.experts(x, routing, self.dispatcher)
-        elif isinstance(self.dispatcher, AllToAll | AllGather):
+        elif isinstance(self.dispatcher, Exchange):
             shared: list[Tensor] = []
             y = self.experts(x, routing, self.dispatcher, partial(_append, shared, self.shared, x))
             y = y + shared[0]

@@ -108,7 +108,7 @@ class Kunlun(Ranker):
 
     def __init__(self, spec: FeatureSpec, config: KunlunConfig) -> None:
         super().__init__()
-        check_events(config, [event.name for event in spec.histories])
+        check_events(config.events, [event.name for event in spec.histories])
         groups: list[tuple[Sequence[EventType], list[KunlunConfig]]]
         if config.event_stacks == "own":
             groups = [([event], stack_layers(config, event.name)) for event in spec.histories]

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from torch.nn.functional import pad
+from torch.nn.functional import binary_cross_entropy_with_logits, pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.broadcast import CandidateRows
@@ -178,6 +178,31 @@ def test_information_flows_between_the_arches_as_the_key_says(flow, context):
     before = results("nothing")
     assert torch.equal(results("sequence")["features"], before["features"]) == (flow in ("n2s", "none"))
     assert torch.equal(results("features")["sequence"], before["sequence"]) == (flow in ("s2n", "none"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "gone", "there"),
+    [
+        ({"information_flow": "s2n"}, "layers.0.summary.lce", "layers.0.summary.tokens"),
+        ({"information_flow": "n2s"}, "layers.0.cross", "layers.0.summary.lce"),
+        ({"information_flow": "none"}, "layers.0.cross", "layers.0.summary.tokens"),
+        ({"interaction": "dot"}, "dhen.0.down", "dot.0.dot_hidden"),
+        ({"interaction": "dcnv2"}, "dhen.0.dot_hidden", "dcnv2.0.down"),
+        ({"interaction": "wukong"}, "dhen", "wukong.0.fmb"),
+        ({"jagged_interaction": True}, None, "interaction.targets"),
+    ],
+    ids=str,
+)
+def test_an_ablation_is_one_key_that_changes_the_loss(changes, gone, there):
+    spec = random_spec()
+    batch, losses, names = random_batch(spec, lengths=[6] * 5), [], []
+    for each in ({}, changes):
+        model, embedding = interformer(spec, **each), FeatureEmbedding(spec, DIM, device="cpu")
+        losses.append(binary_cross_entropy_with_logits(model(embedding(batch), batch), batch.labels))
+        names.append(" ".join(dict(model.named_parameters())))
+    assert (losses[0] - losses[1]).abs() > 1e-4
+    assert gone is None or (gone in names[0] and gone not in names[1])
+    assert there in names[1]
 
 
 @pytest.mark.parametrize(("pffn", "attention"), [("linear", "softmax"), ("gdpa", "gdpa")])

@@ -128,7 +128,7 @@ VARIANTS: dict[str, Any] = {
         layers=[
             {"num_heads": 1, "num_tokens": 3, "num_context": 3},
             {"window": 1, "num_target": 1, "wukong": {"num_fmb": 3}, "pffn_gdpa": {"activation": "silu"}, **EXPERTS},
-            {"pffn_hidden": 4},
+            {"pffn_hidden": 4, "num_tokens": 2},
         ],
     ),
     "gem-deep": GEM.Config(**GEM_SMALL, num_layers=3, levels=[]),
@@ -157,6 +157,9 @@ VARIANTS: dict[str, Any] = {
         time_buckets=5,
         divide_by="length",
         layers=[{"window": 1}, {"newest": 3}, {"newest": 1}],
+    ),
+    "ultra-hstu-stacks": UltraHSTUConfig(
+        **ULTRA, event_stacks="own", events={"event1": {"layers": [{"window": 1}, {"newest": 2}]}}, num_layers=1
     ),
     **{f"mixing-{name}": TokenMixingConfig(**TOKEN_MIXING, **each) for name, each in TOKEN_MIXERS.items()},
     "onetrans": OneTransConfig(**ONETRANS, last_events=0, num_layers=2),

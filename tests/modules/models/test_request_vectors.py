@@ -44,6 +44,7 @@ WIDTHS: list[tuple[ModelConfig, int]] = [
     (OneTransConfig(dim=8, token_dim=16, num_layers=2, last_events=3, length_multiple=2), 16),
     (OneTransConfig(dim=8, token_dim=16, request_tokens=2), 16),
     (UltraHSTUConfig(dim=8, token_dim=16, request_tokens=2, layers=[{}, {"newest": 3}]), 2 * 16),
+    (UltraHSTUConfig(dim=8, token_dim=16, num_layers=1, event_stacks="own"), 2 * 16),
 ]
 
 

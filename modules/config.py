@@ -325,6 +325,25 @@ class TokensConfig(HeadsConfig, RankingConfig):
 
 
 @dataclasses.dataclass(kw_only=True)
+class EventStacksConfig(StackConfig):
+    """What models share that may have a stack of layers for each event type."""
+
+    event_stacks: str = option("own", choices=["own", "merged"])  # one for each event type | one for all, by time
+    # event type -> what differs in its stack: num_layers, layers, or keys of a layer
+    events: dict[str, dict[str, Any]] = option({})
+
+    shared: ClassVar[frozenset[str]] = frozenset({"event_stacks", "events"})
+
+    def check(self) -> None:
+        if self.events and self.event_stacks == "merged":
+            raise ValueError(
+                "model.events describes stacks of single event types, and model.event_stacks=merged has one of all; "
+                "use model.event_stacks=own"
+            )
+        super().check()
+
+
+@dataclasses.dataclass(kw_only=True)
 class FeatureTokensConfig(TokensConfig):
     """What such models share whose tokens are made of features."""
 

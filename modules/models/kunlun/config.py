@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from modules.config import layer_config, option, shown
+from modules.config import EventStacksConfig, layer_config, option, shown
 from modules.layers.interaction.wukong import WukongConfig
 from modules.models.summaries import SummariesConfig
 
@@ -38,7 +38,7 @@ class Work(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class KunlunConfig(SummariesConfig):
+class KunlunConfig(EventStacksConfig, SummariesConfig):
     name: str = "kunlun"
     num_summary: int = option(8, least=1)  # X_sum: tokens that X is compressed to for the interaction
     pffn: str = option("gdpa", choices=["gdpa", "linear"])  # the production block | InterFormer's
@@ -47,14 +47,10 @@ class KunlunConfig(SummariesConfig):
     num_seeds: int = option(16, least=1)
     kron_terms: int = option(4, least=1)  # of SumKronLinear in hsp; 1: linear compression and a projection
     comp_skip: bool = True  # even layers: PFFN and summary, odd ones: self and target attention; false: all in each
-    event_stacks: str = option("own", choices=["own", "merged"])  # one for each event type | one for all, by time
-    # event type -> what differs in its stack: dim, num_heads, num_layers (after which its last summary stays), layers,
-    # num_tokens, num_seeds, window, pffn_hidden
-    events: dict[str, dict[str, Any]] = option({})
     num_experts: int = option(2, least=1)  # Wukong experts, among which the tokens of the interaction are shared out
     wukong: WukongConfig = field(default_factory=lambda: WukongConfig(num_fmb=4, num_lcb=4))  # of an expert
 
-    shared: ClassVar[frozenset[str]] = frozenset({"rotation", "comp_skip", "event_stacks", "events"})
+    shared: ClassVar[frozenset[str]] = frozenset({"rotation", "comp_skip"})
     retired: ClassVar[dict[str, Any]] = WukongConfig.retired | {
         "compute": None,
         "expert_layers": 1,
@@ -75,11 +71,6 @@ class KunlunConfig(SummariesConfig):
         self.events = {name: {key: each for key, each in own.items() if each is not None} for name, own in given}
 
     def check(self) -> None:
-        if self.events and self.event_stacks == "merged":
-            raise ValueError(
-                "model.events describes stacks of single event types, and model.event_stacks=merged has one of all; "
-                "use model.event_stacks=own"
-            )
         super().check()
         _check_stack(self, "")
         for name in self.events:

@@ -198,7 +198,7 @@ def _too_slow(module: nn.Module, recipe: str, device: torch.device) -> str:
 
 def _absorbed(model: nn.Module, device: torch.device | None) -> Iterator[str]:
     """The projections `key_value` that layers of `model` would not call on the device, by what their `absorbs` says, as
-    that of `modules.absorbed.AbsorbingAttention`."""
+    that of `modules.layers.attention.absorbed.AbsorbingAttention`."""
     for name, module in model.named_modules():
         absorbs = getattr(module, "absorbs", None)
         if absorbs is not None:

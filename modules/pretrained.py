@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from modules.batch import FeatureSpec
 from modules.config import ModelConfig, from_saved
-from modules.embedding import FeatureEmbedding, LocalEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding, LocalEmbedding
 from modules.models import CONFIGS, CustomConfig, build
 from modules.models.ranking import RankingModel
 

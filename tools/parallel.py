@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from modules.core.flops import count_flops
+from modules.costs.flops import count_flops
 from modules.models import build as build_arch
 from train.commands.fit import fit
 from train.config.compose import to_config

@@ -19,9 +19,9 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from kernels.core import dispatch
 from modules.batch import UNKNOWN_ID, FeatureSpec
 from modules.config import ModelConfig
-from modules.core.flops import BatchFlops, count_flops
-from modules.core.summary import summarise as summarise_model
-from modules.embedding import FeatureEmbedding
+from modules.costs.flops import BatchFlops, count_flops
+from modules.costs.summary import summarise as summarise_model
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
 from modules.models.retrieval import RetrievalConfig, RetrievalModel

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from modules.managed_local import OF_TRAINING
+from modules.layers.embedding.managed_local import OF_TRAINING
 from modules.pretrained import save_tensors
 from train.process.distributed import World
 from train.process.files import summed, write_json

@@ -1,7 +1,7 @@
 """Softmax attention on jagged rows: queries of a row over the keys of the same row.
 
 Values are [N, heads, features] with offsets [B + 1], as in `kernels.jagged`; nothing is padded. The equations and the
-tiles are in the README of this folder, the modules in `modules.jagged_attention` and `modules.pooling`.
+tiles are in the README of this folder, the modules in `modules.layers.attention` and `modules.layers.pooling`.
 """
 
 from __future__ import annotations

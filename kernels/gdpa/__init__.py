@@ -2,7 +2,8 @@
 
 Nothing is normalised over a row: no maximum, no sum, no statistics to save. If keys and values are made for each
 sample, it is a personalised feed-forward network; with learned queries it is pooling; with queries, keys and values of
-the same tokens it is self-attention. The equations are in the README of this folder, the modules in `modules.gdpa`.
+the same tokens it is self-attention. The equations are in the README of this folder, the modules in
+`modules.layers.attention.gdpa`.
 """
 
 from __future__ import annotations

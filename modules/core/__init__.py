@@ -1,1 +1,1 @@
-"""What layers share and no model is made of: checks, side streams, the costs of a model."""
+"""What layers share and no model is made of: checks, side streams, imports by name."""

@@ -1,7 +1,7 @@
 """Baselines on the tokens that InterFormer gets: DIN, DCNv2 and DLRM.
 
 DCNv2 and DLRM do not model sequences: they see each history field as one more request token, the mean of its events,
-and with `jagged_interaction` also as a token of each candidate, see `modules.feature_interaction`.
+and with `jagged_interaction` also as a token of each candidate, see `JaggedFeatureInteraction`.
 All use SiLU, dropout in their MLPs, and a head of its own for each task.
 """
 
@@ -32,13 +32,13 @@ from modules.batch import EventType, FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows, above_candidates
 from modules.config import ModelConfig, option
 from modules.core.vanilla import is_vanilla
-from modules.embedding import JaggedSequence, Tokens
-from modules.feature_interaction import FeatureInteractionConfig
-from modules.feed_forward import FeedForwardConfig
-from modules.interaction import CrossNet, DotInteraction, products_across
-from modules.mlp import MLP, TaskHeads
+from modules.layers.embedding.tokens import JaggedSequence, Tokens
+from modules.layers.feed_forward.block import FeedForwardConfig
+from modules.layers.feed_forward.mlp import MLP, TaskHeads
+from modules.layers.interaction.dot_cross import CrossNet, DotInteraction, products_across
+from modules.layers.interaction.jagged_feature_interaction import FeatureInteractionConfig
+from modules.layers.norms import rms_norm
 from modules.models.ranking import Ranker
-from modules.norms import rms_norm
 
 MOST_PAIRS = 4
 """Pairs of candidate and event that are held at a time, for each event of the batch."""

@@ -13,7 +13,7 @@ from kernels.gdpa import gdpa, layer_norm
 from modules.batch import FeatureSpec
 from modules.config import StackConfig, option
 from modules.core.checks import check_maximum
-from modules.jagged_attention import head_dim
+from modules.layers.attention.jagged_attention import head_dim
 from modules.models.sequential import Sequences, SequentialConfig, SequentialModel
 
 

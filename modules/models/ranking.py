@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from modules.batch import RequestBatch
-from modules.embedding import FeatureEmbedding
-from modules.moe import MoE
+from modules.layers.embedding.tokens import FeatureEmbedding
+from modules.layers.moe import MoE
 
 
 class Architecture(Protocol):

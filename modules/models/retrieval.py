@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
 from modules.config import ModelConfig, option
-from modules.embedding import Tokens
+from modules.layers.embedding.tokens import Tokens
 
 
 class NextItems(NamedTuple):

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from modules.batch import FeatureSpec
 from modules.config import option
-from modules.jagged_attention import JaggedSelfAttention
-from modules.mlp import MLP
+from modules.layers.attention.jagged_attention import JaggedSelfAttention
+from modules.layers.feed_forward.mlp import MLP
+from modules.layers.norms import rms_norm
 from modules.models.sequential import Sequences, SequentialConfig, SequentialModel
-from modules.norms import rms_norm
 
 
 class SASRecLayer(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from modules.batch import FeatureSpec, RequestBatch
-from modules.embedding import JaggedSequence, Tokens
+from modules.layers.embedding.tokens import JaggedSequence, Tokens
 from modules.rewrite import Report, ikbo_rewrite
 
 IN_PROGRAM = "arch."

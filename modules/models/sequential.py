@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kernels.tokens import place_rows
 from modules.batch import UNKNOWN_ID, FeatureSpec, RequestBatch
 from modules.config import StackConfig, option
-from modules.embedding import Tokens
+from modules.layers.embedding.tokens import Tokens
 from modules.models.retrieval import NextItems, RetrievalConfig, RetrievalModel, positive_weights
 
 

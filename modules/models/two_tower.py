@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
 from modules.config import option
-from modules.embedding import Tokens
-from modules.mlp import MLP
+from modules.layers.embedding.tokens import Tokens
+from modules.layers.feed_forward.mlp import MLP
 from modules.models.retrieval import NextItems, RetrievalConfig, RetrievalModel, positive_weights
 
 

@@ -7,25 +7,27 @@ depends on who else is asked for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels.tokens import place_rows
-from modules.batch import FeatureSpec, RequestBatch
+from modules.batch import EventType, FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
-from modules.config import option
-from modules.embedding import JaggedSequence, Tokens
-from modules.history import merge_by_time
-from modules.mlp import MLP, TaskHeads
+from modules.config import layer_config, option, shown
+from modules.layers.embedding.tokens import JaggedSequence, Tokens
+from modules.layers.feed_forward.mlp import MLP, TaskHeads
+from modules.layers.norms import rms_norm
+from modules.layers.sequence.history import merge_by_time
+from modules.layers.sequence.newest import newest, with_spare_rows
 from modules.models.hstu import HSTULayerConfig
+from modules.models.kunlun.config import check_events
 from modules.models.ranking import RequestVectors
 from modules.models.token_mixing.tokens import SideTokens
-from modules.newest import newest, with_spare_rows
-from modules.norms import rms_norm
 
 
 @dataclass(kw_only=True)
@@ -37,10 +39,35 @@ class UltraHSTUConfig(HSTULayerConfig):
     window: int = 0  # so many events back, and the prefix, are what an event sees; 0: all
     prefix: int = 0  # a request's first tokens, its own among them, that the window hides from none
     newest: int = 0  # events that this layer and those above go on with; 0: as many as below
+    # one sequence of the events of all types, by time | one for each, in layers of its own; candidates stand in all
+    event_stacks: str = option("merged", choices=["merged", "own"])
+    events: dict[str, dict[str, Any]] = option({})  # event type -> num_layers, layers or keys of a layer of its own
     head_hidden: list[int] = option([128, 64], least=1)
 
     usual_layers: ClassVar[int] = 3
-    shared: ClassVar[frozenset[str]] = frozenset({"token_dim", "request_tokens", "head_hidden"})
+    shared: ClassVar[frozenset[str]] = frozenset(
+        {"token_dim", "request_tokens", "event_stacks", "events", "head_hidden"}
+    )
+
+    def of_type(self, event_type: str) -> UltraHSTUConfig:
+        """The configuration of an event type's stack. ValueError that names the key for what it cannot have."""
+        own = dict(self.events.get(event_type, {}))
+        base = replace(self, event_stacks="merged", events={})
+        if own.keys() & {"num_layers", "layers"}:
+            base = replace(base, layers=None)
+        if isinstance(layers := own.get("layers"), list):
+            own.setdefault("num_layers", len(layers))
+        return layer_config(base, own, f"model.events.{event_type}", [*self.layer_keys(), "num_layers", "layers"])
+
+    def check(self) -> None:
+        super().check()
+        if self.events and self.event_stacks == "merged":
+            raise ValueError("model.events describes stacks of single event types; use model.event_stacks=own")
+        for name, own in {name: self.of_type(name) for name in self.events}.items():
+            try:
+                own.check()
+            except ValueError as error:
+                raise ValueError(f"model.events.{name}: {error}") from error
 
     def check_layer(self) -> None:
         super().check_layer()
@@ -56,7 +83,8 @@ class UltraHSTUConfig(HSTULayerConfig):
             raise ValueError(f"model.prefix={self.prefix} says nothing without a window; use e.g. model.window=256")
 
     def notes(self) -> list[str]:
-        return ["events run at the rows of requests, candidates behind them"]
+        own = [f"{name}: {shown(changes)}" for name, changes in self.events.items()]
+        return ["events run at the rows of requests, candidates behind them", *own]
 
 
 class Rows(NamedTuple):
@@ -88,20 +116,15 @@ class Rows(NamedTuple):
         return cls(places, offsets, target_offsets.diff(), dated, dated.roll(-1).index_fill(0, of_front, 0))
 
 
-class UltraHSTU(RequestVectors, nn.Module):
-    """Logits [C, tasks] from tokens."""
+class EventStack(nn.Module):
+    """The layers of events of some types, merged by time, with the context before and the candidates behind them."""
 
-    Config = UltraHSTUConfig
-
-    def __init__(self, spec: FeatureSpec, config: UltraHSTUConfig) -> None:
+    def __init__(self, events: Sequence[EventType], config: UltraHSTUConfig, max_candidates: int) -> None:
         super().__init__()
         width, self.front = config.token_dim, config.request_tokens
-        self.names = [event.name for event in spec.histories]
-        sizes = [len(event.fields) * config.dim for event in spec.histories]
-        self.events = nn.ModuleList(MLP(size, [width], width) for size in sizes)
-        self.request = SideTokens(spec.num_request_tokens, config.dim, self.front, width, None)
-        self.candidate = MLP(spec.num_candidate_tokens * config.dim, [width], width)
-        longest = spec.max_events
+        self.names = [event.name for event in events]
+        self.events = nn.ModuleList(MLP(len(event.fields) * config.dim, [width], width) for event in events)
+        longest = sum(event.max_length for event in events)
         self.newest, layers = [], []
         for own in config.of_layers():
             cut = min(own.newest, longest) if own.newest else longest
@@ -115,25 +138,22 @@ class UltraHSTU(RequestVectors, nn.Module):
                     contextual=self.front,
                     window=own.window or None,
                     prefix=own.prefix,
-                    max_targets=spec.max_candidates,
+                    max_targets=max_candidates,
                 )
             )
         self.layers = nn.ModuleList(layers)
-        self.heads = TaskHeads(width, config.head_hidden, spec.num_outputs, config.dropout)
 
-    def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
-        """Logits [C, tasks]; `only_vectors`: what the request's own tokens became, side by side."""
-        target_offsets = CandidateRows.of(batch).offsets.long()
-        targets = self.candidate(rms_norm(tokens.candidate).flatten(1))
-        front = self.request(rms_norm(tokens.request)).to(targets.dtype)
-        events = self._events(tokens, targets)
+    def run(
+        self, front: Tensor, histories: dict[str, JaggedSequence], targets: Tensor, target_offsets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What context [R, front, width] and candidates [C, width] of `target_offsets` [R + 1] become."""
+        events, num_rows = self._events(histories, targets, front.shape[0]), front.shape[0]
         parts = [front.flatten(0, 1), events.values.to(targets.dtype), targets]
         offsets, times = events.offsets, events.times
         rows = Rows.of(self.front, offsets, times, target_offsets, targets.shape[0])
         x = place_rows(parts, rows.places)
         for layer, count in zip(self.layers, self.newest, strict=True):
             if count:
-                num_rows = front.shape[0]
                 sizes = [x.shape[0] - times.shape[0] - targets.shape[0], times.shape[0], targets.shape[0]]
                 own, values, last = x[rows.places].split(sizes)
                 index, offsets = newest(offsets[: num_rows + 1], times.shape[0], count)
@@ -144,22 +164,50 @@ class UltraHSTU(RequestVectors, nn.Module):
                 )
                 x = place_rows([own, values[index], last], rows.places)
             x = layer(x, rows.offsets, rows.times, rows.next_times, rows.num_targets)
-        if self.only_vectors():
-            own = rms_norm(x[rows.places[: self.front * front.shape[0]]])
-            return own.unflatten(0, (-1, self.front)).flatten(1)
-        return self.heads(rms_norm(x[rows.places[x.shape[0] - targets.shape[0] :]]))
+        context = x[rows.places[: self.front * num_rows]].unflatten(0, (-1, self.front))
+        return context, x[rows.places[x.shape[0] - targets.shape[0] :]]
 
-    def _events(self, tokens: Tokens, like: Tensor) -> JaggedSequence:
+    def _events(self, histories: dict[str, JaggedSequence], like: Tensor, num_rows: int) -> JaggedSequence:
         """The events of all types, oldest first."""
         if not self.names:
-            offsets = torch.zeros(tokens.request.shape[0] + 1, dtype=torch.int64, device=like.device)
+            offsets = torch.zeros(num_rows + 1, dtype=torch.int64, device=like.device)
             return JaggedSequence(like[:0], offsets, offsets[:0])
-        given = [tokens.histories[name] for name in self.names]
+        given = [histories[name] for name in self.names]
         made = [
             JaggedSequence(mlp(each.values), each.offsets, each.times)
             for mlp, each in zip(self.events, given, strict=True)
         ]
         return merge_by_time(made)
+
+
+class UltraHSTU(RequestVectors, nn.Module):
+    """Logits [C, tasks] from tokens. What the stacks make of a candidate stands side by side in the head's input."""
+
+    Config = UltraHSTUConfig
+
+    def __init__(self, spec: FeatureSpec, config: UltraHSTUConfig) -> None:
+        super().__init__()
+        width, front = config.token_dim, config.request_tokens
+        check_events(config.events, [event.name for event in spec.histories])
+        self.request = SideTokens(spec.num_request_tokens, config.dim, front, width, None)
+        self.candidate = MLP(spec.num_candidate_tokens * config.dim, [width], width)
+        groups: list[tuple[Sequence[EventType], UltraHSTUConfig]] = [(spec.histories, config)]
+        if config.event_stacks == "own" and spec.histories:
+            groups = [([event], config.of_type(event.name)) for event in spec.histories]
+        stacks = nn.ModuleList(EventStack(events, own, spec.max_candidates) for events, own in groups)
+        self.stacks = cast("Sequence[EventStack]", stacks)
+        self.heads = TaskHeads(width * len(stacks), config.head_hidden, spec.num_outputs, config.dropout)
+
+    def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
+        """Logits [C, tasks]; `only_vectors`: what the request's own tokens became, side by side."""
+        offsets = CandidateRows.of(batch).offsets.long()
+        targets = self.candidate(rms_norm(tokens.candidate).flatten(1))
+        front = self.request(rms_norm(tokens.request)).to(targets.dtype)
+        made = [stack.run(front, tokens.histories, targets, offsets) for stack in self.stacks]
+        contexts, candidates = zip(*made, strict=True)
+        if self.only_vectors():
+            return torch.cat([rms_norm(each) for each in contexts], dim=1).flatten(1)
+        return self.heads(torch.cat([rms_norm(each) for each in candidates], dim=1))
 
     def aux_loss(self) -> Tensor:
         return next(self.parameters()).new_zeros(())

@@ -13,12 +13,12 @@ from kernels.jagged import segment_mean
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows, above_candidates
 from modules.config import StackConfig, option
-from modules.embedding import Tokens
-from modules.feed_forward import FeedForwardBlock, FeedForwardConfig
-from modules.mlp import TaskHeads
+from modules.layers.embedding.tokens import Tokens
+from modules.layers.feed_forward.block import FeedForwardBlock, FeedForwardConfig
+from modules.layers.feed_forward.mlp import TaskHeads
+from modules.layers.interaction.wukong import WukongConfig, WukongLayer
+from modules.layers.norms import rms_norm
 from modules.models.ranking import Ranker
-from modules.norms import rms_norm
-from modules.wukong import WukongConfig, WukongLayer
 
 
 class Wukong(Ranker):

@@ -14,7 +14,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from modules.batch import FeatureSpec, RequestBatch
 from modules.config import ManagedTable
-from modules.embedding import FeatureEmbedding, Tokens
+from modules.layers.embedding.tokens import FeatureEmbedding, Tokens
 from modules.models.baselines import DLRM
 from modules.models.ranking import RankingModel
 from tests.modules.factories import random_batch, random_spec
@@ -205,7 +205,10 @@ def _rows_in_bfloat16() -> None:
 
 
 def _each_id_once(is_managed: bool = False) -> None:
-    """Which ids have which rows is the same to the bit, as each is counted as often as it occurred."""
+    """Which ids have which rows is the same to the bit, as each is counted as often as it occurred.
+
+    In steps of several sizes, of which one rank has no candidate once.
+    """
     ids: list[int] = []
     shards: list[dict[str, Tensor]] = []
 
@@ -216,9 +219,12 @@ def _each_id_once(is_managed: bool = False) -> None:
 
     results, exchange = [], dist.all_to_all_single
     managed = {"item": ManagedTable(rows=8, min_count=2, every=2), "tag": ManagedTable(rows=4, every=2, evict="lfu")}
+    optimizer = OptimizerConfig(warmup_steps=0, sparse="sgd" if is_managed else "rowwise_adagrad")
     for index_dedup in (False, True):
-        step = Step(OptimizerConfig(warmup_steps=0), index_dedup=index_dedup, managed=managed if is_managed else None)
-        batches = iter([random_batch(step.spec, seed=10 * step.world.rank + index) for index in range(5)])
+        step = Step(optimizer, index_dedup=index_dedup, managed=managed if is_managed else None)
+        rank = step.world.rank
+        sizes = [(2, 0, 1, 3, 1), (1, 2)[: 2 - rank], (0,) * rank + (4,) * (1 - rank), (3, 1), (1,) * (1 + 3 * rank)]
+        batches = iter([random_batch(step.spec, size, seed=10 * rank + index) for index, size in enumerate(sizes)])
         ids.append(0)
         with mock.patch("torch.distributed.all_to_all_single", sent):
             for _ in range(5):

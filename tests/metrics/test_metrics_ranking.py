@@ -12,6 +12,11 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from sklearn.metrics import average_precision_score, roc_auc_score
 from sklearn.metrics import log_loss as sklearn_log_loss
+from torchrec.metrics import auprc as torchrec_auprc
+from torchrec.metrics import gauc as torchrec_gauc
+from torchrec.metrics import ne
+from torchrec.metrics import rauc as torchrec_rauc
+from torchrec.metrics import xauc as torchrec_xauc
 
 from train.metrics import (
     ScoreHistogram,
@@ -81,6 +86,28 @@ def test_auprc_equals_sklearn(ties, weighted):
     weights[scores == scores.max()] = 0  # at the top, where precision is 0 / 0
     expected = average_precision_score(labels, scores, sample_weight=weights.double())
     assert auprc(scores, labels, weights).item() == pytest.approx(expected, abs=EXACT)
+
+
+def test_what_the_table_of_names_says_equals_torchrec_does():
+    scores, labels, weights, group = random_rows(5, 300, ties=False, weighted=True, groups=40)
+    order = group.argsort(stable=True)
+    y, p, w = (each[order].double()[None] for each in (labels, scores.sigmoid(), weights))
+    ce = ne.compute_cross_entropy(y, p, w, 0.0).sum(1)
+    own = ne.compute_ne(ce, w.sum(1), (w * y).sum(1), (w * (1 - y)).sum(1), 0.0)
+    groups = torchrec_gauc.get_auc_states(y.float(), p.float(), w.float(), group.unique(return_counts=True)[1])
+    minutes = scores + scores.roll(1)  # no two equal
+    pairs = torchrec_xauc.get_xauc_states(minutes[None], scores[None], weights[None])
+    ones = torch.ones(300)
+    rank_auc = torchrec_rauc.compute_rauc(1, [scores[None]], [minutes[None]], [ones[None]])
+    loss, rate = (weights * log_loss(scores, labels)).sum() / weights.sum(), (weights * labels).sum() / weights.sum()
+    for ours, theirs in (
+        (normalized_entropy(loss.item(), rate.item()), own),
+        (auprc(scores, labels, weights), torchrec_auprc.compute_auprc(1, p, y, w)),
+        (gauc_means(scores, labels, weights, group)[1], groups["auc_sum"] / groups["num_samples"]),
+        (xauc(scores, minutes, weights), pairs["error_sum"] / pairs["weighted_num_pairs"]),
+        (xauc(scores, minutes, ones), rank_auc),
+    ):
+        assert float(ours) == pytest.approx(theirs.item(), abs=1e-6)  # some of theirs are float32
 
 
 def test_auprc_of_one_class():

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modules.gdpa import PersonalizedFFN
-from modules.wukong import WukongLayer
+from modules.layers.attention.gdpa import PersonalizedFFN
+from modules.layers.interaction.wukong import WukongLayer
 
 
 def norm(x: Tensor) -> Tensor:

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import modules.absorbed
-from modules.absorbed import AbsorbingAttention
-from modules.core.flops import FlopCounter
-from modules.pooling import PMA
+import modules.layers.attention.absorbed
+from modules.costs.flops import FlopCounter
+from modules.layers.attention.absorbed import AbsorbingAttention
+from modules.layers.attention.target_attention import TargetAttention
+from modules.layers.pooling.pma import PMA
+from modules.layers.pooling.seed_pooling import SeedPooling
 from modules.precision import ABSORBED, MXLinear, apply_recipe
-from modules.seed_pooling import SeedPooling
-from modules.target_attention import TargetAttention
 from tests.modules.test_modules_sequence import offsets_of
 
 DIM, HEADS = 16, 2
@@ -60,7 +60,7 @@ def compare(layer: AbsorbingAttention, leaves: tuple[Tensor, ...], call, monkeyp
     assert not calls
     cotangent = torch.randn_like(out)
     gradients = torch.autograd.grad(out, leaves, cotangent)
-    monkeypatch.setattr(modules.absorbed, "pools", lambda *_: False)
+    monkeypatch.setattr(modules.layers.attention.absorbed, "pools", lambda *_: False)
     expected = call(layer)
     assert calls
     for a, b in zip((out, *gradients), (expected, *torch.autograd.grad(expected, leaves, cotangent)), strict=True):
@@ -131,7 +131,7 @@ def test_what_is_cheaper_is_taken() -> None:
         for name in ("absorbed", "projected"):
             with FlopCounter() as counter, pytest.MonkeyPatch.context() as patch:
                 if name == "projected":
-                    patch.setattr(modules.absorbed, "pools", lambda *_: False)
+                    patch.setattr(modules.layers.attention.absorbed, "pools", lambda *_: False)
                 layer(few[0], offsets[0], few[1], offsets[1])
             counts[name] = counter.total
     assert counts["absorbed"] < counts["projected"]

@@ -12,22 +12,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from modules.broadcast import CandidateRows
-from modules.cross_layer import CrossLayerAttention
-from modules.gdpa import GDPABlock, GDPAPooling, GDPASelfAttention, PersonalizedFFN
-from modules.interaction import DHENLayer
-from modules.jagged_attention import JaggedSelfAttention
-from modules.lce import LCE
-from modules.moe import MoE
-from modules.pooling import PMA
+from modules.layers.attention.cross_layer import CrossLayerAttention
+from modules.layers.attention.gdpa import GDPABlock, GDPAPooling, GDPASelfAttention, PersonalizedFFN
+from modules.layers.attention.jagged_attention import JaggedSelfAttention
+from modules.layers.attention.rotary import rotation
+from modules.layers.attention.target_attention import SelfAndTargetAttention, TargetAttention
+from modules.layers.attention.token_attention import TokenAttention
+from modules.layers.feed_forward.token_linear import TokenFeedForward, TokenLinear
+from modules.layers.interaction.dot_cross import DHENLayer
+from modules.layers.interaction.lce import LCE
+from modules.layers.interaction.sum_kron import SumKronLinear
+from modules.layers.interaction.wukong import WukongExperts, WukongLayer
+from modules.layers.moe import MoE
+from modules.layers.pooling.pma import PMA
+from modules.layers.pooling.seed_pooling import SeedPooling
+from modules.layers.sequence.pyramid import PyramidLevel
 from modules.precision import apply_recipe
-from modules.pyramid import PyramidLevel
-from modules.rotary import rotation
-from modules.seed_pooling import SeedPooling
-from modules.sum_kron import SumKronLinear
-from modules.target_attention import SelfAndTargetAttention, TargetAttention
-from modules.token_attention import TokenAttention
-from modules.token_linear import TokenFeedForward, TokenLinear
-from modules.wukong import WukongExperts, WukongLayer
 
 DIM, HEADS = 32, 4
 OFFSETS, CANDIDATES = torch.tensor([0, 3, 3, 8]), torch.tensor([0, 2, 5, 5])

@@ -8,13 +8,13 @@ from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 
 from modules.broadcast import CandidateRows
-from modules.interaction import DHENLayer
-from modules.lce import LCE, compress_together
-from modules.mlp import SharedLinear, TaskHeads
-from modules.norms import QUIET, rms_norm, row_norm
+from modules.layers.attention.rotary import BASE, rotate, rotation
+from modules.layers.feed_forward.mlp import SharedLinear, TaskHeads
+from modules.layers.interaction.dot_cross import DHENLayer
+from modules.layers.interaction.lce import LCE, compress_together
+from modules.layers.interaction.wukong import WukongLayer
+from modules.layers.norms import QUIET, rms_norm, row_norm
 from modules.precision import FP32Linear, apply_recipe, in_high_precision
-from modules.rotary import BASE, rotate, rotation
-from modules.wukong import WukongLayer
 
 
 def test_rms_norm_matches_its_formula_and_survives_zeros():

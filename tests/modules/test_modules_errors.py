@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from modules.broadcast import CandidateRows
-from modules.gdpa import GDPABlock, GDPAPooling, GDPASelfAttention, PersonalizedFFN
-from modules.interaction import DHENLayer, DotInteraction
-from modules.jagged_attention import JaggedSelfAttention
-from modules.pooling import PMA
-from modules.rotary import rotation
-from modules.target_attention import SelfAndTargetAttention, TargetAttention
-from modules.wukong import WukongLayer
+from modules.layers.attention.gdpa import GDPABlock, GDPAPooling, GDPASelfAttention, PersonalizedFFN
+from modules.layers.attention.jagged_attention import JaggedSelfAttention
+from modules.layers.attention.rotary import rotation
+from modules.layers.attention.target_attention import SelfAndTargetAttention, TargetAttention
+from modules.layers.interaction.dot_cross import DHENLayer, DotInteraction
+from modules.layers.interaction.wukong import WukongLayer
+from modules.layers.pooling.pma import PMA
 
 DIM, HEADS = 8, 2
 OFFSETS, CANDIDATES = torch.tensor([0, 3, 8]), torch.tensor([0, 2, 5])  # rows of 3 and 5; 2 and 3 candidates

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional as F
 
-from modules.core.flops import FlopCounter
-from modules.gdpa import GDPABlock, GDPAPooling, GDPASelfAttention, PersonalizedFFN
+from modules.costs.flops import FlopCounter
+from modules.layers.attention.gdpa import GDPABlock, GDPAPooling, GDPASelfAttention, PersonalizedFFN
 
 DIM, HEADS = 8, 2
 OFFSETS = torch.tensor([0, 3, 3, 4, 8])
@@ -136,7 +136,7 @@ def test_pffn_reads_its_weights_without_a_copy(
         seen.extend((k, v))
         return torch.zeros_like(q)
 
-    monkeypatch.setattr("modules.gdpa.gdpa", spy)
+    monkeypatch.setattr("modules.layers.attention.gdpa.gdpa", spy)
     PersonalizedFFN(DIM, HEADS, 3, hidden=6, max_length=MAX_LENGTH).double()(values, OFFSETS, summary)
     assert all(x.flatten(0, 1).data_ptr() == x.data_ptr() for x in seen)
 

@@ -9,8 +9,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modules.broadcast import CandidateRows
-from modules.interaction import ENSEMBLES, CrossNet, DHENLayer, DotInteraction, gram, inner_products, narrowed
-from modules.wukong import WukongLayer
+from modules.layers.interaction.dot_cross import (
+    ENSEMBLES,
+    CrossNet,
+    DHENLayer,
+    DotInteraction,
+    gram,
+    inner_products,
+    narrowed,
+)
+from modules.layers.interaction.wukong import WukongLayer
 
 
 def test_dot_interaction_is_the_upper_triangle():

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from modules.embedding import JaggedSequence, Tokens
-from modules.gdpa import GDPASelfAttention
-from modules.history import HistoryEncoder, merge_by_time
-from modules.jagged_attention import JaggedSelfAttention
-from modules.masknet import MaskNet
-from modules.pooling import PMA
+from modules.layers.attention.gdpa import GDPASelfAttention
+from modules.layers.attention.jagged_attention import JaggedSelfAttention
+from modules.layers.attention.rotary import rotate, rotation
+from modules.layers.attention.target_attention import SelfAndTargetAttention, TargetAttention
+from modules.layers.embedding.tokens import JaggedSequence, Tokens
+from modules.layers.pooling.pma import PMA
+from modules.layers.sequence.history import HistoryEncoder, merge_by_time
+from modules.layers.sequence.masknet import MaskNet
 from modules.precision import apply_recipe
-from modules.rotary import rotate, rotation
-from modules.target_attention import SelfAndTargetAttention, TargetAttention
 from tests.modules.factories import random_spec
 
 DIM, HEADS, HEAD_DIM = 8, 2, 4

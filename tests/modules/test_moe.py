@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modules.moe import Dispatcher, MoE, Routing, load_balancing_loss, update_router_biases
+from modules.layers.moe import Dispatcher, MoE, Routing, load_balancing_loss, update_router_biases
 
 DIM, EXPERT_DIM = 6, 5
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels import mxfp8
-from modules.mlp import MLP, activated
-from modules.moe import MoE, update_router_biases
-from modules.moe.experts import Experts
+from modules.layers.feed_forward.mlp import MLP, activated
+from modules.layers.moe import MoE, update_router_biases
+from modules.layers.moe.experts import Experts
 from modules.precision import (
     FP32Linear,
     MXLinear,

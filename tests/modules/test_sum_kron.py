@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from modules.norms import rms_norm
-from modules.seed_pooling import SeedPooling
-from modules.sum_kron import SumKronLinear
+from modules.layers.interaction.sum_kron import SumKronLinear
+from modules.layers.norms import rms_norm
+from modules.layers.pooling.seed_pooling import SeedPooling
 
 
 @pytest.mark.parametrize(("terms", "out_dim"), [(1, None), (3, 6)])

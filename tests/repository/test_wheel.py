@@ -119,14 +119,14 @@ def test_every_name_is_defined_in_the_files_of_the_wheel(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("from modules.moe import MoE", "from gemsmith.modules.moe import MoE"),
+        ("from modules.layers.moe import MoE", "from gemsmith.modules.layers.moe import MoE"),
         ("    from kernels import jagged", "    from gemsmith.kernels import jagged"),
         ("import kernels", "import gemsmith.kernels; from gemsmith import kernels"),
         ("import kernels.jagged", "import gemsmith.kernels.jagged"),
         ('Backend("x", "kernels.moe.hopper.experts:run")', 'Backend("x", "gemsmith.kernels.moe.hopper.experts:run")'),
         ("-m ${MODULE:-train.main}", "-m ${MODULE:-gemsmith.train.main}"),
         ("files: [train.csv]", "files: [train.csv]"),
-        ("self.modules.moe, gemsmith.modules.moe", "self.modules.moe, gemsmith.modules.moe"),
+        ("self.modules.moe, gemsmith.modules.layers.moe", "self.modules.moe, gemsmith.modules.layers.moe"),
         ('source.batch("train", rows)', 'source.batch("train", rows)'),
     ],
 )

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from modules.config import ModelConfig
-from modules.embedding import FeatureEmbedding, LocalEmbedding
-from modules.gdpa import GDPAConfig
+from modules.layers.attention.gdpa import GDPAConfig
+from modules.layers.embedding.tokens import FeatureEmbedding, LocalEmbedding
 from modules.models import CONFIGS, MODELS, CustomConfig
 from modules.models.kunlun import Kunlun
 from modules.models.kunlun.config import EventConfig

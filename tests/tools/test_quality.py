@@ -105,8 +105,13 @@ def test_sets_that_share_a_configuration_are_told_apart_by_their_folder(name: st
         check.table_name(dataclasses.asdict(config.data))
 
 
-def test_every_published_table_names_its_data_and_metrics() -> None:
-    for table in json.loads(check.PUBLISHED.read_text()).values():
+def test_every_published_table_names_its_data_and_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        check.main(["--help"])
+    helped = capsys.readouterr().out
+    assert "\n\nkuaivideo_x1: data=kuaivideo\n# KuaiVideo_x1 (huggingface.co/reczoo)" in helped
+    for name, table in json.loads(check.PUBLISHED.read_text()).items():
+        assert f"\n\n{name}: data={table['data']}\n# " in helped
         assert table["task"] in check.data_config(table["data"]).labels
         assert all(len(row) == len(table["metrics"]) for row in table["rows"].values())
         assert table["source"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from modules import norms
+from modules.layers import norms
 from tools.datasets import business_logs
 from tools.quality import page, run, variants
 from tools.quality.run import configuration

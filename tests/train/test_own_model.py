@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from modules import models
-from modules.core.flops import count_flops
-from modules.embedding import FeatureEmbedding
+from modules.costs.flops import count_flops
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.models import CustomConfig
 from modules.models.ranking import RankingModel
 from tests.launching import ROOT, TINY, train_here

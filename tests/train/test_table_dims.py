@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from tests.modules.factories import random_batch, random_spec
 
 DIM = 16

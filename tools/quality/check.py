@@ -1,7 +1,8 @@
 """Hold a finished run against published rows: `python -m tools.quality.check RUN_DIR [--tolerance 0.001]`.
 
-The rows are those of docs/quality/published.json for the run's data. Exits with 1 if a row has the run's model and the
-run is below it by more than the tolerance, in AUC or in what the table names for it (NDCG of next items).
+The rows are those of docs/quality/published.json for the run's data; --help names the sets. Exits with 1 if a row has
+the run's model and the run is below it by more than the tolerance, in AUC or in what the table names for it (NDCG of
+next items).
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 from tools.quality.run import configuration
 from train.config.schema import DataConfig
 
-PUBLISHED = Path(__file__).resolve().parents[2] / "docs" / "quality" / "published.json"
+ROOT = Path(__file__).resolve().parents[2]
+PUBLISHED, CONFIGS = ROOT / "docs" / "quality" / "published.json", ROOT / "configs" / "data"
 
 
 def published(name: str) -> dict[str, Any]:
@@ -81,8 +83,21 @@ def table_name(saved: dict[str, Any]) -> str:
     )
 
 
+def _needed(name: str) -> str:
+    """A table's configuration, and what its first lines say about its files."""
+    data = published(name)["data"]
+    lines = (CONFIGS / f"{data}.yaml").read_text().splitlines()
+    return "\n".join([f"{name}: data={data}", *(line for line in lines if line.startswith("#"))])
+
+
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.quality.check", description=__doc__.partition("\n")[0])
+    needed = ["Tables, and the data that a run needs:", *map(_needed, json.loads(PUBLISHED.read_text()))]
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.quality.check",
+        description=__doc__,
+        epilog="\n\n".join(needed),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--tolerance", type=float, default=0.001)
     options = parser.parse_args(arguments)

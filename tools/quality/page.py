@@ -62,7 +62,7 @@ have RMSNorm on each row.
   features, on the bundled data, they cost DIN {din} AUC of `like` at the default rates. They are the default of
   InterFormer alone; the others keep 1 / sqrt(width), of which all but InterFormer, GEM and the plain DIN chose the
   same [there](#the-bundled-data). DLRM, which has inner products only, loses with them at these rates.
-- **0.01 added to the mean square** (`modules.norms.row_norm`) improves on RMSNorm's validation NE on both
+- **0.01 added to the mean square** (`modules.layers.norms.row_norm`) improves on RMSNorm's validation NE on both
   tables, raises GAUC on MovieLens-1M, and moves the best validation later. It is InterFormer's default. Over
   five seeds on the bundled data both changes together make no difference in `like` that is outside of the
   interval, and GAUC of `love` rises (`before` in the first table below).

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from launch.scaling_law import Run, fit, lines_of, table
-from modules.core.flops import count_flops
+from modules.costs.flops import count_flops
 from modules.models import build as build_arch
 from tools.quality import run
 from train.data import build_source

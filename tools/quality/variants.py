@@ -5,8 +5,9 @@
 Logs are generated first where they are missing (`tools.datasets.business_logs`). Validation decides; the test split is
 in the results beside it. What no key of the configuration says is patched in here, by words of `tracking.tags`:
 `restart` begins the tables anew with each epoch; `quiet=X` is the root mean square below which
-`modules.norms.row_norm` takes a row for unlearned; `flat` and `units` give InterFormer's head all tokens as they end,
-and DIN's units; `grouped` makes a token of each group of statistics, `bent` makes tokens of numbers by a small network.
+`modules.layers.norms.row_norm` takes a row for unlearned; `flat` and `units` give InterFormer's head all tokens as they
+end, and DIN's units; `grouped` makes a token of each group of statistics, `bent` makes tokens of numbers by a small
+network.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from modules import embedding, norms
 from modules.batch import FeatureSpec, RequestBatch, VectorFeature
 from modules.broadcast import CandidateRows
-from modules.embedding import Tokens
-from modules.mlp import MLP, TaskHeads
+from modules.layers import norms
+from modules.layers.embedding import tokens as embedding
+from modules.layers.embedding.tokens import Tokens
+from modules.layers.feed_forward.mlp import MLP, TaskHeads
 from modules.models.baselines import ActivationUnit
 from modules.models.interformer.model import InterFormer
 from tools.quality import run

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from modules.managed_local import OF_TRAINING
+from modules.layers.embedding.managed_local import OF_TRAINING
 from train.checkpoint import manifest, moments
 from train.checkpoint.compatible import check_config, check_data, check_keys, differences
 from train.checkpoint.find import best_checkpoint, checkpoints, intact_best, named, newest_intact, read_meta

@@ -33,7 +33,7 @@ with lasting():
     import torch
 
     from kernels.mxfp8 import QUANTIZED
-    from modules.embedding import FeatureEmbedding
+    from modules.layers.embedding.tokens import FeatureEmbedding
     from modules.models import build as build_arch
     from modules.models.ranking import RankingModel
     from modules.precision import apply_recipe

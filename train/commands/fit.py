@@ -23,10 +23,10 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from kernels.core import dispatch
-from modules.embedding import FeatureEmbedding, Tokens
+from modules.layers.embedding.tokens import FeatureEmbedding, Tokens
+from modules.layers.moe import Experts
 from modules.models import build as build_arch
 from modules.models.ranking import RankingModel
-from modules.moe import Experts
 from modules.precision import apply_recipe
 from train.build import output_spec
 from train.config.schema import Config

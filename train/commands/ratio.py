@@ -28,7 +28,7 @@ with lasting():
     from torch.nn.functional import binary_cross_entropy_with_logits
 
     from modules.batch import RequestBatch
-    from modules.embedding import FeatureEmbedding, Tokens
+    from modules.layers.embedding.tokens import FeatureEmbedding, Tokens
     from modules.models import build as build_arch
     from modules.models.interformer import InterFormer
     from train.config.overrides import split_options

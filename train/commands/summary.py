@@ -13,7 +13,7 @@ from train.process.imports import lasting
 with lasting():
     import torch
 
-    from modules.core.summary import Summary, summarise
+    from modules.costs.summary import Summary, summarise
     from modules.models import build as build_arch
     from modules.precision import apply_recipe
     from train.config.compose import to_config

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from modules.moe import Router, update_router_biases
+from modules.layers.moe import Router, update_router_biases
 from train.process.distributed import World
 from train.speedup.replay import Replay
 

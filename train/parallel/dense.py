@@ -25,9 +25,9 @@ from torchrec.distributed.model_parallel import (
 )
 from torchrec.distributed.types import ShardingEnv
 
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
+from modules.layers.moe import Experts, Router
 from modules.models.ranking import RankingModel
-from modules.moe import Experts, Router
 from modules.precision import FP32Linear
 from train.config.schema import Config
 from train.parallel.experts import reduce_gradients

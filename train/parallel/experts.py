@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from modules.moe import AllGather, AllToAll, Experts, MoE
+from modules.layers.moe import AllGather, AllToAll, ByKind, Experts, MoE
 from train.config.schema import ParallelConfig
 from train.parallel.mesh import Mesh
 
@@ -34,8 +34,12 @@ def share_experts(model: nn.Module, parallel: ParallelConfig, mesh: Mesh) -> Non
                 f"model.moe.num_experts={-(-of_kind // step) * step}"
             )
         keep_part(layer.experts, mesh.whole)
-        sees_all = layer.router.top_k == total
-        layer.dispatcher = (AllGather if sees_all else AllToAll)(group, parallel.expert_payload)
+        kinds = layer.router.num_kinds
+        if kinds > 1 and kinds % count == 0:
+            layer.dispatcher = ByKind(group, kinds, parallel.expert_payload)
+        else:
+            sees_all = layer.router.top_k == total
+            layer.dispatcher = (AllGather if sees_all else AllToAll)(group, parallel.expert_payload)
 
 
 def keep_part(experts: Experts, mesh: DeviceMesh) -> None:

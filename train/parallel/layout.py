@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from modules.moe import Experts
+from modules.layers.moe import Experts
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torchrec.distributed.mc_embedding import (
 from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 
-from modules.embedding import FeatureEmbedding
-from modules.managed import RowsOfIds
+from modules.layers.embedding.managed import RowsOfIds
+from modules.layers.embedding.tokens import FeatureEmbedding
 from train.parallel.managed_dedup import CountedIdsSharder
 
 
@@ -32,7 +32,8 @@ class ManagedTables(ShardedManagedCollisionEmbeddingCollection):
             fresh = torch.empty(rows.numel(), weight.shape[1], device=weight.device)
             weight.data[rows] = embedding._table_name_to_config[table].init_fn(fresh)
             tables, index = self._table_to_tbe_and_index[table]
-            for state in tables.split_optimizer_states()[int(index)]:
+            states = tables.split_optimizer_states()  # SGD has none
+            for state in states[int(index)] if states else ():
                 if state.dim() and len(state) == len(weight):
                     state[rows] = 0
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder, ShardedManagedCollisionCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from modules.managed import RowsOfIds
+from modules.layers.embedding.managed import RowsOfIds
 
 
 class CountedIds(ShardedManagedCollisionCollection):

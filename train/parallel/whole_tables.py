@@ -14,7 +14,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBat
 from torch import Tensor, nn
 from torch.nn import functional
 
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 
 
 def serve_cpu(embedding: FeatureEmbedding) -> None:

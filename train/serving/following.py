@@ -241,7 +241,7 @@ def _differing(target: Tensor, rows: Tensor, values: Tensor) -> Rows:
 
 
 def _sort_ids(merged: dict[tuple[str, str], Any]) -> None:
-    """Ids of managed tables by size with their rows, as `modules.managed_local` has them: ranks sort what is theirs."""
+    """Ids of managed tables by size with their rows, as `LocalRowsOfIds` has them: ranks sort what is theirs."""
     ids, rows_of_ids = WHOLE
     for name, column in [key for key in merged if key[0].endswith(ids)]:
         rows, values = merged[name, column]

@@ -21,7 +21,7 @@ from torch.export.pt2_archive._package import AOTICompiledModel
 from torch.fx import GraphModule
 
 from modules.batch import FeatureSpec, RequestBatch
-from modules.embedding import Tokens
+from modules.layers.embedding.tokens import Tokens
 from modules.models.scoring import IN_PROGRAM, Sequences, VendorInputs, scoring_inputs, vendor_inputs
 from modules.pretrained import PretrainedModel, is_importable, load_embedding, read_description
 from train.config.places import name_here

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from modules.batch import RequestBatch
-from modules.embedding import Tokens
+from modules.layers.embedding.tokens import Tokens
 from modules.models.scoring import arch_inputs, scoring_inputs, vendor_inputs
 from train.speedup.arguments import Apart, take_apart
 from train.speedup.casts import CastForward

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
-from modules.mlp import TaskHeads
+from modules.layers.feed_forward.mlp import TaskHeads
 
 MOST_DOMAINS = 64
 

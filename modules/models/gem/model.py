@@ -16,19 +16,19 @@ from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows, VendorTokens
 from modules.config import StackConfig, option
 from modules.core.side_stream import SideStream
-from modules.cross_layer import CrossLayerAttention
-from modules.embedding import Tokens
-from modules.feed_forward import FeedForwardBlock, FeedForwardConfig
-from modules.gdpa import GDPAConfig
-from modules.history import HistoryEncoder
-from modules.lce import LCE
+from modules.layers.attention.cross_layer import CrossLayerAttention
+from modules.layers.attention.gdpa import GDPAConfig
+from modules.layers.attention.rotary import Rotation, from_end, rotation
+from modules.layers.attention.target_attention import TargetAttention
+from modules.layers.embedding.tokens import Tokens
+from modules.layers.feed_forward.block import FeedForwardBlock, FeedForwardConfig
+from modules.layers.interaction.lce import LCE
+from modules.layers.interaction.wukong import WukongConfig, WukongLayer, in_section
+from modules.layers.norms import rms_norm
+from modules.layers.sequence.history import HistoryEncoder
+from modules.layers.sequence.pyramid import PyramidLevel, coarser
 from modules.models.gem.heads import DomainHeads
 from modules.models.ranking import WITHOUT_HISTORIES, Ranker
-from modules.norms import rms_norm
-from modules.pyramid import PyramidLevel, coarser
-from modules.rotary import Rotation, from_end, rotation
-from modules.target_attention import TargetAttention
-from modules.wukong import WukongConfig, WukongLayer, in_section
 
 
 @dataclass(kw_only=True)

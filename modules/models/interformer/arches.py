@@ -19,15 +19,15 @@ from kernels.jagged import jagged_dense_bmm, jagged_low_rank
 from modules.broadcast import CandidateRows, VendorTokens
 from modules.config import TokenConfig, option
 from modules.core.vanilla import is_vanilla
-from modules.gdpa import GDPAConfig, GDPASelfAttention, PersonalizedFFN
-from modules.interaction import ENSEMBLES, DHENLayer
-from modules.jagged_attention import JaggedSelfAttention
-from modules.lce import LCE
-from modules.mlp import MLP, activated
-from modules.norms import add_rms_norm, rms_norm, row_norm
-from modules.pooling import PMA
-from modules.rotary import Rotation
-from modules.wukong import WukongConfig, WukongLayer
+from modules.layers.attention.gdpa import GDPAConfig, GDPASelfAttention, PersonalizedFFN
+from modules.layers.attention.jagged_attention import JaggedSelfAttention
+from modules.layers.attention.rotary import Rotation
+from modules.layers.feed_forward.mlp import MLP, activated
+from modules.layers.interaction.dot_cross import ENSEMBLES, DHENLayer
+from modules.layers.interaction.lce import LCE
+from modules.layers.interaction.wukong import WukongConfig, WukongLayer
+from modules.layers.norms import add_rms_norm, rms_norm, row_norm
+from modules.layers.pooling.pma import PMA
 
 GATES = {"identity": nn.Identity, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
 

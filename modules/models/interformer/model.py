@@ -22,11 +22,13 @@ from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows, VendorTokens
 from modules.config import StackConfig, option
 from modules.core.side_stream import SideStream
-from modules.embedding import Tokens
-from modules.feature_interaction import FeatureInteractionConfig
-from modules.feed_forward import FeedForwardConfig
-from modules.history import HistoryEncoder
-from modules.mlp import TaskHeads
+from modules.layers.attention.rotary import rotation
+from modules.layers.embedding.tokens import Tokens
+from modules.layers.feed_forward.block import FeedForwardConfig
+from modules.layers.feed_forward.mlp import TaskHeads
+from modules.layers.interaction.jagged_feature_interaction import FeatureInteractionConfig
+from modules.layers.norms import add_rms_norm, row_norm
+from modules.layers.sequence.history import HistoryEncoder
 from modules.models.interformer.arches import (
     InteractionArch,
     LearnedSummary,
@@ -37,8 +39,6 @@ from modules.models.interformer.arches import (
     places_of_ends,
 )
 from modules.models.ranking import Ranker
-from modules.norms import add_rms_norm, row_norm
-from modules.rotary import rotation
 
 
 class InterFormerLayer(nn.Module):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 from modules.config import StackConfig, layer_config, option, shown
-from modules.feed_forward import FeedForwardConfig
-from modules.gdpa import GDPAConfig
-from modules.wukong import WukongConfig, in_section
+from modules.layers.attention.gdpa import GDPAConfig
+from modules.layers.feed_forward.block import FeedForwardConfig
+from modules.layers.interaction.wukong import WukongConfig, in_section
 
 INTERACTION = {
     "num_context",
@@ -186,8 +186,8 @@ def _check_stack(config: KunlunConfig, event_type: str) -> None:
         )
 
 
-def check_events(config: KunlunConfig, event_types: Sequence[str]) -> None:
+def check_events(events: Iterable[str], event_types: Sequence[str]) -> None:
     """ValueError for event types that the data does not have."""
-    if unknown := sorted(config.events.keys() - set(event_types)):
+    if unknown := sorted(set(events) - set(event_types)):
         known = ", ".join(event_types) or "none"
         raise ValueError(f"model.events names {unknown[0]!r}; the event types of the data are {known}")

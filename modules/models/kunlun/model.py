@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from modules.batch import EventType, FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows, VendorTokens
 from modules.core.side_stream import SideStream
-from modules.embedding import Tokens
-from modules.feed_forward import FeedForwardBlock
-from modules.lce import LCE, compress_together
-from modules.mlp import TaskHeads
+from modules.layers.embedding.tokens import Tokens
+from modules.layers.feed_forward.block import FeedForwardBlock
+from modules.layers.feed_forward.mlp import TaskHeads
+from modules.layers.interaction.lce import LCE, compress_together
+from modules.layers.interaction.wukong import WukongExperts
+from modules.layers.norms import rms_norm
 from modules.models.kunlun.config import KunlunConfig, check_events, stack_layers
 from modules.models.kunlun.stack import EventStack, EventTokens
 from modules.models.ranking import WITHOUT_HISTORIES, Ranker
-from modules.norms import rms_norm
-from modules.wukong import WukongExperts
 
 
 class KunlunLayer(nn.Module):
@@ -111,7 +111,7 @@ class Kunlun(Ranker):
 
     def __init__(self, spec: FeatureSpec, config: KunlunConfig) -> None:
         super().__init__()
-        check_events(config, [event.name for event in spec.histories])
+        check_events(config.events, [event.name for event in spec.histories])
         groups: list[tuple[Sequence[EventType], list[KunlunConfig]]]
         if config.event_stacks == "own":
             groups = [([event], stack_layers(config, event.name)) for event in spec.histories]

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from modules.batch import EventType
 from modules.broadcast import CandidateRows
-from modules.embedding import JaggedSequence
-from modules.gdpa import GDPABlock, PersonalizedFFN
-from modules.history import merge_by_time
-from modules.jagged_attention import JaggedSelfAttention, head_dim
-from modules.masknet import MaskNet
+from modules.layers.attention.gdpa import GDPABlock, PersonalizedFFN
+from modules.layers.attention.jagged_attention import JaggedSelfAttention, head_dim
+from modules.layers.attention.rotary import Rotation, from_end, rotation, time_rotation
+from modules.layers.attention.target_attention import SelfAndTargetAttention, TargetAttention
+from modules.layers.embedding.tokens import JaggedSequence
+from modules.layers.norms import add_rms_norm, rms_norm
+from modules.layers.pooling.seed_pooling import SeedPooling
+from modules.layers.sequence.history import merge_by_time
+from modules.layers.sequence.masknet import MaskNet
 from modules.models.interformer.arches import LinearPersonalizedFFN
 from modules.models.kunlun.config import KunlunConfig, Work, works_of
-from modules.norms import add_rms_norm, rms_norm
-from modules.rotary import Rotation, from_end, rotation, time_rotation
-from modules.seed_pooling import SeedPooling
-from modules.target_attention import SelfAndTargetAttention, TargetAttention
 
 
 class EventTokens(NamedTuple):

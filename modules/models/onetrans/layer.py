@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from kernels.attention import jagged_attention
 from kernels.tokens import unbind
 from modules.broadcast import CandidateRows
-from modules.newest import newest, with_spare_rows
-from modules.norms import rms_norm
-from modules.token_attention import attend_one_way, attend_within
-from modules.token_linear import TokenFeedForward, TokenLinear
+from modules.layers.attention.token_attention import attend_one_way, attend_within
+from modules.layers.feed_forward.token_linear import TokenFeedForward, TokenLinear
+from modules.layers.norms import rms_norm
+from modules.layers.sequence.newest import newest, with_spare_rows
 
 
 class Part(nn.Module):
@@ -45,7 +45,7 @@ class Part(nn.Module):
 
 class Sequence(NamedTuple):
     values: Tensor  # [N, D], newest first
-    offsets: Tensor  # [R + 1], or with spare rows (`modules.newest`) [2 R + 1]
+    offsets: Tensor  # [R + 1], or with spare rows (`modules.layers.sequence.newest`) [2 R + 1]
 
 
 class OneTransLayer(nn.Module):

@@ -15,14 +15,14 @@ from kernels.jagged import jagged_concat, jagged_flip, segment_mean
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
 from modules.config import StackConfig, option
-from modules.embedding import JaggedSequence, Tokens
-from modules.history import merge_by_time
-from modules.mlp import MLP, SharedLinear, TaskHeads
+from modules.layers.attention.token_attention import equal_offsets
+from modules.layers.embedding.tokens import JaggedSequence, Tokens
+from modules.layers.feed_forward.mlp import MLP, SharedLinear, TaskHeads
+from modules.layers.norms import rms_norm
+from modules.layers.sequence.history import merge_by_time
 from modules.models.onetrans.layer import OneTransLayer, Sequence, kept_lengths
 from modules.models.ranking import WITHOUT_HISTORIES, Ranker
 from modules.models.token_mixing.tokens import SideTokens, even_groups
-from modules.norms import rms_norm
-from modules.token_attention import equal_offsets
 
 
 @dataclass(kw_only=True)

@@ -14,6 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from modules.broadcast import CandidateRows
+from modules.layers.attention.token_attention import TokenAttention
+from modules.layers.feed_forward.token_linear import TokenFeedForward
+from modules.layers.moe import MoE
+from modules.layers.norms import rms_norm
 from modules.models.token_mixing.config import TokenMixingConfig
 from modules.models.token_mixing.sequences import (
     EventEncoding,
@@ -23,10 +27,6 @@ from modules.models.token_mixing.sequences import (
     QueryDecoding,
     Sides,
 )
-from modules.moe import MoE
-from modules.norms import rms_norm
-from modules.token_attention import TokenAttention
-from modules.token_linear import TokenFeedForward
 
 
 class Mixed(NamedTuple):

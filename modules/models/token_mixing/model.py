@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
-from modules.embedding import Tokens
-from modules.lce import LCE
-from modules.mlp import TaskHeads
+from modules.layers.attention.target_attention import TargetAttention
+from modules.layers.embedding.tokens import Tokens
+from modules.layers.feed_forward.mlp import TaskHeads
+from modules.layers.interaction.lce import LCE
+from modules.layers.norms import rms_norm
 from modules.models.ranking import LowerLogits, Ranker
 from modules.models.token_mixing.config import TokenMixingConfig
 from modules.models.token_mixing.layers import TokenMixingLayer
 from modules.models.token_mixing.sequences import EventNetwork, Events, EventTokens, Sides, means
 from modules.models.token_mixing.tokens import GlobalTokens, SideTokens, even_groups, named_groups
-from modules.norms import rms_norm
-from modules.target_attention import TargetAttention
 
 
 class Tokeniser(nn.Module):

@@ -18,15 +18,15 @@ from kernels.jagged import segment_mean
 from kernels.tokens import unbind
 from modules.batch import FeatureSpec
 from modules.broadcast import CandidateRows
-from modules.embedding import JaggedSequence
-from modules.history import merge_by_time
-from modules.jagged_attention import JaggedSelfAttention
+from modules.layers.attention.jagged_attention import JaggedSelfAttention
+from modules.layers.attention.rotary import from_end, rotation
+from modules.layers.embedding.tokens import JaggedSequence
+from modules.layers.feed_forward.token_linear import TokenLinear
+from modules.layers.moe.experts import SharedExperts
+from modules.layers.norms import rms_norm
+from modules.layers.sequence.history import merge_by_time
+from modules.layers.sequence.newest import newest, with_spare_rows
 from modules.models.token_mixing.config import TokenMixingConfig
-from modules.moe.experts import SharedExperts
-from modules.newest import newest, with_spare_rows
-from modules.norms import rms_norm
-from modules.rotary import from_end, rotation
-from modules.token_linear import TokenLinear
 
 Sides = tuple[Tensor | None, Tensor]
 """Tokens of requests [R, T_u, D], None where all are candidates', and of candidates [C, T_i, D]."""
@@ -36,7 +36,7 @@ class Events(NamedTuple):
     """A sequence of every request, oldest first."""
 
     values: Tensor  # [N, D]
-    offsets: Tensor  # [R + 1], or with spare rows (`modules.newest`) [2 R + 1]
+    offsets: Tensor  # [R + 1], or with spare rows (`modules.layers.sequence.newest`) [2 R + 1]
 
     def counting(self, offsets: Tensor) -> Tensor:
         """Offsets [R + 1] of what attends to the sequence, with as many rows as it has."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from modules.broadcast import CandidateRows
-from modules.mlp import SharedLinear
-from modules.token_linear import TokenLinear
+from modules.layers.feed_forward.mlp import SharedLinear
+from modules.layers.feed_forward.token_linear import TokenLinear
 
 
 class SideTokens(nn.Module):

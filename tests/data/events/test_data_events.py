@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from modules.embedding import FeatureEmbedding, LocalEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding, LocalEmbedding
 from tests.data.sources import events_config, whole
 from train.config.schema import EventsConfig, HistoryConfig, JoinConfig
 from train.data import build_source

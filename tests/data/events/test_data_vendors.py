@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from modules.batch import RequestBatch
-from modules.core.flops import count_flops
-from modules.embedding import LocalEmbedding
+from modules.costs.flops import count_flops
+from modules.layers.embedding.tokens import LocalEmbedding
 from modules.models import build
 from modules.models.baselines import DCNv2
 from tests.data.sources import events_config, source_of, whole

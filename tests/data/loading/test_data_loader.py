@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from modules.batch import select_rows
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.interformer import InterFormer
 from tests.launching import environment, python

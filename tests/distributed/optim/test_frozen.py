@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.models.ranking import RankingModel
 from tests.distributed.checkpoint.test_incremental import saved
 from tests.distributed.checkpoint.test_resume import training

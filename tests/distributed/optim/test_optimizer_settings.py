@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from tests.distributed.checkpoint.test_resume import training
 from tests.distributed.test_step import Step
 from tests.launching import TINY_DLRM, train_here

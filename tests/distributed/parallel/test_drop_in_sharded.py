@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from modules.moe import MoE
+from modules.layers.moe import MoE
 from tests.modules.test_drop_in import DIM, MODULES, gradients, setup
 from tests.processes import run_ranks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modules.moe import AllGather, AllToAll, MoE, exchange
-from modules.moe.exchange import PAYLOADS
+from modules.layers.moe import AllGather, AllToAll, ByKind, MoE, exchange
+from modules.layers.moe.exchange import PAYLOADS
 from tests.processes import run_ranks
 from train.config.schema import RuntimeConfig
 from train.process import distributed
@@ -20,19 +21,19 @@ from train.process import distributed
 EXPERTS, DIM = 4, 8
 
 
-def _layer(top_k: int) -> MoE:
+def _layer(top_k: int, kinds: int = 1) -> MoE:
     torch.manual_seed(0)
-    return MoE(DIM, 6, EXPERTS, top_k, num_shared_experts=1).double()
+    return MoE(DIM, 6, EXPERTS, top_k, num_shared_experts=1, num_kinds=kinds, normalize_weights=kinds == 1).double()
 
 
-def _same_as_whole(world: distributed.World, counts: tuple[int, ...], top_k: int) -> None:
-    whole, layer = _layer(top_k), _layer(top_k)
+def _same_as_whole(world: distributed.World, counts: tuple[int, ...], top_k: int, kinds: int = 1) -> None:
+    whole, layer = _layer(top_k, kinds), _layer(top_k, kinds)
     held = EXPERTS // world.size
     mine = slice(world.rank * held, (world.rank + 1) * held)
     for name, parameter in list(layer.experts.named_parameters()):
         setattr(layer.experts, name, torch.nn.Parameter(parameter.detach()[mine].clone()))
     dispatcher = AllGather if top_k == EXPERTS else AllToAll
-    layer.dispatcher = dispatcher(dist.group.WORLD)
+    layer.dispatcher = dispatcher(dist.group.WORLD) if kinds == 1 else ByKind(dist.group.WORLD, kinds)
     tokens = torch.randn(sum(counts), DIM, dtype=torch.float64).split(counts)
     everyone = torch.cat(tokens).requires_grad_()
     x = tokens[world.rank].clone().requires_grad_()
@@ -77,15 +78,15 @@ def _rounded(world: distributed.World) -> None:
             assert ((got - expected).abs() <= bound * rounded).all(), payload
             assert torch.equal(got, expected) is not rounded
     outputs = []
+    kinds = partial(ByKind, num_kinds=2)
     for payload in ("full", "mxfp8"):
-        for kind, top_k in ((AllToAll, 2), (AllGather, EXPERTS)):
-            layer = _layer(top_k)
+        for kind, layer in ((AllToAll, _layer(2)), (AllGather, _layer(EXPERTS)), (kinds, _layer(2, 2))):
             keep = slice(world.rank * EXPERTS // 2, (world.rank + 1) * EXPERTS // 2)
             for name, parameter in list(layer.experts.named_parameters()):
                 setattr(layer.experts, name, torch.nn.Parameter(parameter.detach()[keep].clone()))
-            layer.dispatcher, layer.shared = kind(dist.group.WORLD, payload), None
-            outputs.append(layer(torch.randn(5, DIM, dtype=torch.float64, generator=torch.manual_seed(world.rank))))
-    for exact, rounded in zip(outputs[:2], outputs[2:], strict=True):
+            layer.dispatcher, layer.shared = kind(dist.group.WORLD, payload=payload), None
+            outputs.append(layer(torch.randn(6, DIM, dtype=torch.float64, generator=torch.manual_seed(world.rank))))
+    for exact, rounded in zip(outputs[:3], outputs[3:], strict=True):
         # Two roundings of up to 2^-4, the first one in front of a SwiGLU, which is of second degree.
         assert 0 < (rounded - exact).norm() < 3 * 2**-4 * exact.norm()
 
@@ -118,15 +119,40 @@ def _shared_experts_run_while_tokens_travel() -> None:
     assert events == ["start", "finish", "start", "shared", "finish"]
 
 
+def _a_token_of_a_kind_travels_once() -> None:
+    """Forth, and mixed back; by `AllToAll` once for each of its two experts."""
+    start, sent = exchange._Transfer.start, []
+
+    def noted(transfer: exchange._Transfer, rows: Tensor) -> None:
+        sent.append(tuple(rows.shape))
+        start(transfer, rows)
+
+    for dispatcher, count in ((AllToAll(dist.group.WORLD), 12), (ByKind(dist.group.WORLD, 2), 6)):
+        layer, sent[:] = _layer(2, 2), []
+        for name, parameter in list(layer.experts.named_parameters()):
+            setattr(layer.experts, name, torch.nn.Parameter(parameter.detach().chunk(2)[dist.get_rank()].clone()))
+        layer.dispatcher = dispatcher
+        with mock.patch.object(exchange._Transfer, "start", noted):
+            layer(torch.randn(6, DIM, dtype=torch.float64))
+        assert [shape for shape in sent if shape[1] == DIM] == [(count, DIM)] * 2
+
+
 def _cases(ranks: int) -> None:
     world = distributed.start(RuntimeConfig(device="cpu", threads=1))
     _tokens_that_do_not_go_to_all_experts_are_refused_by_the_form_for_those_that_do()
     if ranks == 2:
         _rounded(world)
         _shared_experts_run_while_tokens_travel()
+        _a_token_of_a_kind_travels_once()
     for top_k in (2, EXPERTS):
         for counts in ((5, 3), (0, 7), (0, 0)) if ranks > 1 else ((5,), (0,)):
             _same_as_whole(world, counts, top_k)
+    for top_k, kinds in ((1, 2), (2, 2), (1, 4)):
+        for counts in ((8, 4), (0, 12), (0, 0)) if ranks > 1 else ((8,), (0,)):
+            _same_as_whole(world, counts, top_k, kinds)
+    if ranks > 1:
+        with pytest.raises(ValueError, match="3 kinds of tokens cannot be shared out evenly over 2 ranks"):
+            ByKind(dist.group.WORLD, 3)
     distributed.stop()
 
 

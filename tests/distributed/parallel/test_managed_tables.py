@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from modules.config import ManagedTable
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.pretrained import WEIGHTS
 from tests.distributed.checkpoint.test_resume import training
 from tests.distributed.parallel.test_dense_parallel import CONSTANT, saved

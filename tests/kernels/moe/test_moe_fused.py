@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from kernels import moe
 from kernels.core import dispatch
 from kernels.testing import poisoned_empty, sqnr_db
-from modules.moe import MoE
+from modules.layers.moe import MoE
 
 pytest.importorskip("triton")
 from kernels.moe import GROUPS

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from modules.core.vanilla import is_vanilla
-from modules.mlp import MLP
+from modules.layers.feed_forward.mlp import MLP
 from modules.models.baselines import ActivationUnit
 from modules.models.interformer.arches import Gating
 from tests.modules.factories import random_batch, random_spec

@@ -8,8 +8,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from modules.core.flops import count_flops
-from modules.core.summary import summarise
+from modules.costs.flops import count_flops
+from modules.costs.summary import summarise
 from modules.models import CONFIGS, build
 from modules.models.kunlun import EventConfig
 from modules.precision import apply_recipe

@@ -12,8 +12,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature
 from modules.config import ModelConfig
-from modules.embedding import FeatureEmbedding
-from modules.mlp import TaskHeads
+from modules.layers.embedding.tokens import FeatureEmbedding
+from modules.layers.feed_forward.mlp import TaskHeads
 from modules.models import baselines, build
 from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.precision import apply_recipe

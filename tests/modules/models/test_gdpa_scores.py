@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import modules.gdpa
+import modules.layers.attention.gdpa
 from kernels.core.activations import activate
 from modules.config import ModelConfig
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.models import CONFIGS, build
 from tests.modules.factories import random_batch, random_spec
 
@@ -32,7 +32,7 @@ def bend(activation: str, scores: Tensor) -> float:
 def bends(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The bend of each call of the operator, over all pairs of a query and a key of its row."""
     found: list[float] = []
-    operator: Callable[..., Tensor] = modules.gdpa.gdpa
+    operator: Callable[..., Tensor] = modules.layers.attention.gdpa.gdpa
 
     def watched(
         q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | None, k_offsets: Tensor | None, **named: Any
@@ -45,7 +45,7 @@ def bends(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             found.append(bend(named["activation"], named["score_scale"] * torch.cat(pairs)))
         return operator(q, k, v, q_offsets, k_offsets, **named)
 
-    monkeypatch.setattr(modules.gdpa, "gdpa", watched)
+    monkeypatch.setattr(modules.layers.attention.gdpa, "gdpa", watched)
     return found
 
 
@@ -75,6 +75,6 @@ def test_scores_of_a_trained_model_leave_the_linear_range(name: str, bends: list
 
 def test_small_scores_would_be_found(bends: list[float]) -> None:
     tau = {"score_scale": 1 / LENGTH, "out_scale": 1.0}  # beside the norms of queries and keys
-    options = modules.gdpa.GDPAConfig(**tau)
+    options = modules.layers.attention.gdpa.GDPAConfig(**tau)
     train(CONFIGS["interformer"](**GDPA, pffn_gdpa=options, attention_gdpa=options), steps=1)
     assert max(bends) < BENT / 10

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature
-from modules.cross_layer import CrossLayerAttention
-from modules.embedding import FeatureEmbedding, Tokens
-from modules.gdpa import PersonalizedFFN
-from modules.jagged_attention import JaggedSelfAttention
+from modules.layers.attention.cross_layer import CrossLayerAttention
+from modules.layers.attention.gdpa import PersonalizedFFN
+from modules.layers.attention.jagged_attention import JaggedSelfAttention
+from modules.layers.attention.rotary import from_end, rotation
+from modules.layers.attention.target_attention import TargetAttention
+from modules.layers.embedding.tokens import FeatureEmbedding, Tokens
+from modules.layers.interaction.wukong import WukongConfig
+from modules.layers.norms import rms_norm
+from modules.layers.sequence.pyramid import PyramidLevel, coarser, pieces
 from modules.models import build
 from modules.models.gem import GEM
 from modules.models.ranking import RankingModel
-from modules.norms import rms_norm
-from modules.pyramid import PyramidLevel, coarser, pieces
-from modules.rotary import from_end, rotation
-from modules.target_attention import TargetAttention
-from modules.wukong import WukongConfig
 from tests.modules import padded
 from tests.modules.factories import random_batch, random_spec
 from train.commands.export import export_arch

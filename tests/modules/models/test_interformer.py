@@ -6,12 +6,14 @@ import dataclasses
 
 import pytest
 import torch
-from torch.nn.functional import pad
+from torch.nn.functional import binary_cross_entropy_with_logits, pad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.broadcast import CandidateRows
-from modules.embedding import FeatureEmbedding
-from modules.mlp import MLP
+from modules.layers.attention.rotary import rotation
+from modules.layers.embedding.tokens import FeatureEmbedding
+from modules.layers.feed_forward.mlp import MLP
+from modules.layers.norms import add_rms_norm, rms_norm
 from modules.models import build
 from modules.models.interformer import InterFormer
 from modules.models.interformer.arches import (
@@ -24,8 +26,6 @@ from modules.models.interformer.arches import (
     places_of_ends,
 )
 from modules.models.interformer.model import _positions, _prepend
-from modules.norms import add_rms_norm, rms_norm
-from modules.rotary import rotation
 from tests.modules.factories import random_batch, random_spec
 
 DIM = 8
@@ -182,6 +182,31 @@ def test_information_flows_between_the_arches_as_the_key_says(flow, context):
     before = results("nothing")
     assert torch.equal(results("sequence")["features"], before["features"]) == (flow in ("n2s", "none"))
     assert torch.equal(results("features")["sequence"], before["sequence"]) == (flow in ("s2n", "none"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "gone", "there"),
+    [
+        ({"information_flow": "s2n"}, "layers.0.summary.lce", "layers.0.summary.tokens"),
+        ({"information_flow": "n2s"}, "layers.0.cross", "layers.0.summary.lce"),
+        ({"information_flow": "none"}, "layers.0.cross", "layers.0.summary.tokens"),
+        ({"interaction": "dot"}, "dhen.0.down", "dot.0.dot_hidden"),
+        ({"interaction": "dcnv2"}, "dhen.0.dot_hidden", "dcnv2.0.down"),
+        ({"interaction": "wukong"}, "dhen", "wukong.0.fmb"),
+        ({"jagged_interaction": True}, None, "interaction.targets"),
+    ],
+    ids=str,
+)
+def test_an_ablation_is_one_key_that_changes_the_loss(changes, gone, there):
+    spec = random_spec()
+    batch, losses, names = random_batch(spec, lengths=[6] * 5), [], []
+    for each in ({}, changes):
+        model, embedding = interformer(spec, **each), FeatureEmbedding(spec, DIM, device="cpu")
+        losses.append(binary_cross_entropy_with_logits(model(embedding(batch), batch), batch.labels))
+        names.append(" ".join(dict(model.named_parameters())))
+    assert (losses[0] - losses[1]).abs() > 1e-4
+    assert gone is None or (gone in names[0] and gone not in names[1])
+    assert there in names[1]
 
 
 @pytest.mark.parametrize(("pffn", "attention"), [("linear", "softmax"), ("gdpa", "gdpa")])

@@ -11,14 +11,14 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.batch import RequestBatch
-from modules.core.flops import count_flops
-from modules.embedding import FeatureEmbedding, Tokens
-from modules.gdpa import GDPAConfig
+from modules.costs.flops import count_flops
+from modules.layers.attention.gdpa import GDPAConfig
+from modules.layers.embedding.tokens import FeatureEmbedding, Tokens
+from modules.layers.interaction.wukong import WukongConfig, WukongExperts
 from modules.models import build
 from modules.models.kunlun import EventConfig, Kunlun, KunlunConfig
 from modules.models.kunlun.config import stack_layers, works_of
 from modules.models.kunlun.stack import EventLayer, EventStack
-from modules.wukong import WukongConfig, WukongExperts
 from tests.modules import padded
 from tests.modules.factories import random_batch, random_spec
 

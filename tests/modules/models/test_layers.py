@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from modules.config import StackConfig, from_saved
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.models import CONFIGS, build
 from tests.modules.factories import random_batch, random_spec
 from tests.modules.models import test_sequential as next_items

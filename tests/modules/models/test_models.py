@@ -27,10 +27,14 @@ from kernels.tokens import EPSILON
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature, VectorFeature
 from modules.broadcast import CandidateRows
 from modules.config import ModelConfig
-from modules.core.flops import FlopCounter, count_flops
-from modules.embedding import FeatureEmbedding, LocalEmbedding
-from modules.feature_interaction import JaggedFeatureInteraction
-from modules.feed_forward import FeedForwardBlock
+from modules.costs.flops import FlopCounter, count_flops
+from modules.layers.attention.target_attention import TargetAttention
+from modules.layers.embedding.tokens import FeatureEmbedding, LocalEmbedding
+from modules.layers.feed_forward.block import FeedForwardBlock
+from modules.layers.interaction.jagged_feature_interaction import JaggedFeatureInteraction
+from modules.layers.interaction.wukong import WukongConfig
+from modules.layers.moe import MoE
+from modules.layers.norms import rms_norm, row_norm
 from modules.models import build
 from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.gem import GEM
@@ -41,11 +45,7 @@ from modules.models.onetrans import OneTransConfig
 from modules.models.token_mixing import TokenMixingConfig
 from modules.models.ultra_hstu import UltraHSTUConfig
 from modules.models.wukong import Wukong
-from modules.moe import MoE
-from modules.norms import rms_norm, row_norm
 from modules.precision import apply_recipe, in_high_precision
-from modules.target_attention import TargetAttention
-from modules.wukong import WukongConfig
 from tests.modules.factories import random_batch, random_spec, vendor_spec
 
 SMALL: dict[str, Any] = {
@@ -159,6 +159,9 @@ VARIANTS: dict[str, Any] = {
         time_buckets=5,
         divide_by="length",
         layers=[{"window": 1}, {"newest": 3}, {"newest": 1}],
+    ),
+    "ultra-hstu-stacks": UltraHSTUConfig(
+        **ULTRA, event_stacks="own", events={"event1": {"layers": [{"window": 1}, {"newest": 2}]}}, num_layers=1
     ),
     **{f"mixing-{name}": TokenMixingConfig(**TOKEN_MIXING, **each) for name, each in TOKEN_MIXERS.items()},
     "onetrans": OneTransConfig(**ONETRANS, last_events=0, num_layers=2),

@@ -16,7 +16,8 @@ from kernels.core import dispatch
 from modules.batch import RequestBatch
 from modules.broadcast import CandidateRows
 from modules.config import ModelConfig
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
+from modules.layers.interaction.wukong import MACHINES
 from modules.models import baselines, build
 from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.gem import GEM
@@ -27,7 +28,6 @@ from modules.models.kunlun import Kunlun
 from modules.models.sasrec import SASRec
 from modules.models.sequential import SequentialConfig
 from modules.models.wukong import Wukong
-from modules.wukong import MACHINES
 from tests.modules.factories import random_batch, random_spec, vendor_spec
 from tests.modules.models.test_models import ATTENTIVE, GEM_SMALL, KUNLUN, SMALL, VARIANTS
 from tests.modules.models.test_models import WUKONG as WUKONG_MODEL

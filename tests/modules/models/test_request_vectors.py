@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.batch import RequestBatch
 from modules.config import ModelConfig
-from modules.embedding import LocalEmbedding
+from modules.layers.embedding.tokens import LocalEmbedding
 from modules.models import MODELS, build
 from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.gem import GEM
@@ -44,6 +44,7 @@ WIDTHS: list[tuple[ModelConfig, int]] = [
     (OneTransConfig(dim=8, token_dim=16, num_layers=2, last_events=3, length_multiple=2), 16),
     (OneTransConfig(dim=8, token_dim=16, request_tokens=2), 16),
     (UltraHSTUConfig(dim=8, token_dim=16, request_tokens=2, layers=[{}, {"newest": 3}]), 2 * 16),
+    (UltraHSTUConfig(dim=8, token_dim=16, num_layers=1, event_stacks="own"), 2 * 16),
 ]
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from kernels.gdpa import gdpa
 from modules.batch import EventType, FeatureSpec, RequestBatch, SparseFeature
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.models.hstu import HSTU, HSTULayer
 from modules.models.retrieval import NextItems
 from modules.models.sasrec import SASRec

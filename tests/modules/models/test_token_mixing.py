@@ -16,16 +16,16 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor
 from torch.nn import functional as F
 
-from modules import token_linear
 from modules.broadcast import CandidateRows
-from modules.core.summary import summarise
+from modules.costs.summary import summarise
+from modules.layers.feed_forward import token_linear
+from modules.layers.feed_forward.token_linear import TokenFeedForward
+from modules.layers.moe import MoE
+from modules.layers.sequence.newest import newest
 from modules.models import build
 from modules.models.token_mixing import SparseConfig, TokenMixing, TokenMixingConfig
 from modules.models.token_mixing.tokens import GlobalTokens, SideTokens, even_groups
-from modules.moe import MoE
-from modules.newest import newest
 from modules.precision import apply_recipe
-from modules.token_linear import TokenFeedForward
 from tests.modules.factories import random_batch, random_spec
 from tests.modules.models.test_models import TOKEN_MIXING, Ranking, double, double_model
 from tests.modules.padded import norm

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, normalize
 
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.models.retrieval import NextItems, Vectors
 from modules.models.two_tower import TwoTower
 from tests.modules.factories import random_batch

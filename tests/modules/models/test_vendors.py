@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from modules.batch import RequestBatch, Vendors, with_candidates
 from modules.broadcast import CandidateRows, VendorTokens
-from modules.embedding import FeatureEmbedding, LocalEmbedding
-from modules.lce import LCE
+from modules.layers.embedding.tokens import FeatureEmbedding, LocalEmbedding
+from modules.layers.interaction.lce import LCE
 from modules.models import build
 from modules.models.baselines import DLRM
 from modules.models.scoring import arch_inputs, scoring_shapes

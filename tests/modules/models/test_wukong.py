@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from modules.broadcast import CandidateRows
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
+from modules.layers.interaction.wukong import AttentiveCompression, PairMachine, WukongExperts, WukongLayer, _Deal
 from modules.models.wukong import Wukong
-from modules.wukong import AttentiveCompression, PairMachine, WukongExperts, WukongLayer, _Deal
 from tests.modules import padded
 from tests.modules.factories import random_batch, random_spec
 

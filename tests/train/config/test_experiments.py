@@ -13,9 +13,9 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+from modules.layers.moe import Experts
 from modules.models import build
 from modules.models.interformer import InterFormer
-from modules.moe import Experts
 from modules.precision import MXLinear, apply_recipe
 from train.checkpoint import load as checkpoint
 from train.commands.doctor import ROOT

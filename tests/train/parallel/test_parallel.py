@@ -6,10 +6,15 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from modules.embedding import FeatureEmbedding
+from modules.config import ModelConfig
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.models import build
 from modules.models.interformer.model import InterFormer
+from modules.models.kunlun import Kunlun
+from modules.models.onetrans import OneTransConfig
 from modules.models.ranking import RankingModel
+from modules.models.token_mixing import TokenMixingConfig
+from modules.models.ultra_hstu import UltraHSTUConfig
 from tests.launching import ROOT
 from tests.modules.factories import random_batch, random_spec
 from train.config.compose import to_config
@@ -57,14 +62,14 @@ def test_copies_of_tables_that_ranks_cannot_share_evenly_are_refused() -> None:
         table_ranks(ParallelConfig(table_ranks=3), 8)
 
 
-def _model() -> RankingModel:
+def _model(config: ModelConfig) -> RankingModel:
     torch.manual_seed(0)
     spec = random_spec()
-    return RankingModel(FeatureEmbedding(spec, 8, "cpu"), build(InterFormer.Config(dim=8, num_layers=2), spec))
+    return RankingModel(FeatureEmbedding(spec, 8, "cpu"), build(config, spec))
 
 
 def _step(model: RankingModel) -> tuple[int, dict[str, torch.Tensor]]:
-    """Bytes that a forward keeps for its backward, those of parameters apart, and the gradients."""
+    """Bytes that a forward keeps for its backward, those of parameters apart, and the logits and gradients."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -74,16 +79,33 @@ def _step(model: RankingModel) -> tuple[int, dict[str, torch.Tensor]]:
             kept[storage.data_ptr()] = storage
         return tensor
 
+    torch.manual_seed(1)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logits = model(random_batch(random_spec()))
     logits.square().sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return sum(storage.nbytes() for storage in kept.values()), gradients
+    return sum(storage.nbytes() for storage in kept.values()), gradients | {"logits": logits.detach()}
 
 
-def test_what_runs_again_keeps_less_and_has_the_same_gradients() -> None:
-    plain, again = _model(), _model()
-    recompute(again, ["arch.layers.*.sequence", "arch.layers.1"], compiled=False)
+INTERFORMER = InterFormer.Config(dim=8, num_layers=2, dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("config", "globs"),
+    [
+        (INTERFORMER, ["arch.layers.*.sequence", "arch.layers.1"]),
+        (Kunlun.Config(dim=8, dropout=0.1), ["arch.layers.*.experts", "arch.stacks.*.layers.*"]),
+        (UltraHSTUConfig(dim=8, token_dim=8, event_stacks="own", dropout=0.1), ["arch.stacks.*.layers.*"]),
+        (TokenMixingConfig(dim=8, token_dim=16, feed_forward="moe", dropout=0.1), ["*.block"]),
+        (OneTransConfig(dim=8, token_dim=16, dropout=0.1), ["arch.layers"]),
+    ],
+    ids=lambda each: getattr(each, "name", ""),
+)
+def test_what_runs_again_keeps_less_and_has_the_same_dropout_and_gradients(
+    config: ModelConfig, globs: list[str]
+) -> None:
+    plain, again = _model(config), _model(config)
+    recompute(again, globs, compiled=False)
     names = set(plain.state_dict())
     (bytes_plain, expected), (bytes_again, gradients) = _step(plain), _step(again)
     assert bytes_again < 0.8 * bytes_plain
@@ -101,7 +123,7 @@ def test_what_runs_again_keeps_less_and_has_the_same_gradients() -> None:
 )
 def test_what_cannot_run_again_is_refused(globs: list[str], compiled: bool, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        recompute(_model(), globs, compiled=compiled)
+        recompute(_model(INTERFORMER), globs, compiled=compiled)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from modules.batch import RequestBatch
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.interformer import InterFormer
 from train.config.schema import SyntheticConfig

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 from modules.batch import RequestBatch
 from modules.config import ModelConfig
-from modules.embedding import FeatureEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.models import build as build_arch
 from modules.models.baselines import DLRM
 from modules.models.interformer import InterFormer

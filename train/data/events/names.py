@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modules.batch import EventType, FeatureSpec, SparseFeature, VectorFeature
-from modules.embedding import table_name
+from modules.layers.embedding.tokens import table_name
 from train.config.schema import EventsConfig, HistoryConfig, VectorConfig
 from train.data.features.numeric import numeric_features
 from train.data.features.transforms import Transforms

@@ -1,0 +1,1 @@
+"""Interactions and compressions of a row's tokens."""

@@ -1,0 +1,1 @@
+"""From a behaviour sequence to a few tokens."""

@@ -1,0 +1,1 @@
+"""From behaviour histories to the sequence that attention reads: merged, masked, cut to the newest, or coarser."""

@@ -213,7 +213,7 @@ class Vendors:
 class RequestBatch:
     """R requests with their C candidates, jagged histories and labels.
 
-    Batches that are scored may hold `modules.jagged_features.JaggedFeatures` in place of KeyedJaggedTensors.
+    Batches that are scored may hold `train.data.jagged_features.JaggedFeatures` in place of KeyedJaggedTensors.
     `candidate_offsets` is non-decreasing and starts at 0; requests without candidates are allowed. Histories are oldest
     first and strictly before `request_time`. A label of NaN was not observed.
     """

@@ -45,8 +45,8 @@ class LayoutRun(SpeedRun):
 
     def __init__(self, config: Config, world: World, *, traced: bool) -> None:
         super().__init__(config, world)
-        self.stall = _Unwatched(self.run_dir, world.rank, 0)
-        self.tracer = _KernelTracer(self.measured + 2 if traced else 0, world.device)
+        self.opened.stall = _Unwatched(self.run_dir, world.rank, 0)
+        self.opened.tracer = _KernelTracer(self.measured + 2 if traced else 0, world.device)
         self.losses: list[Tensor] = []
         self.ends: list[Any] = []
         fill_tables(self.model.state_dict())

@@ -22,6 +22,8 @@ from modules.config import ModelConfig
 from modules.costs.flops import BatchFlops, count_flops
 from modules.costs.summary import summarise as summarise_model
 from modules.layers.embedding.tokens import FeatureEmbedding
+from modules.loss import TaskLosses
+from modules.loss.next_item import ItemShares
 from modules.models import build as build_arch
 from modules.models.ranking import Architecture, RankingModel
 from modules.models.retrieval import RetrievalConfig, RetrievalModel
@@ -32,8 +34,6 @@ from train.config.schema import Config, EventsConfig
 from train.data import build_source
 from train.data.source import Source
 from train.data.summary import summarise
-from train.loss import TaskLosses
-from train.loss.next_item import ItemShares
 from train.metrics.collection import OwnMetric, own_metrics
 from train.optim import guarded, schedule
 from train.optim.frozen import freeze

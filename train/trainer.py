@@ -10,51 +10,44 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import torch
 from torch import Tensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from modules.batch import RequestBatch
-from modules.models.ranking import LowerLogits
 from train.build import build
 from train.checkpoint import load as checkpoint
 from train.checkpoint import warm_start
 from train.checkpoint.progress import Progress
+from train.checkpoint.publish import Place, Publisher, run_id
 from train.checkpoint.save import Checkpointer
 from train.checkpoint.state import model_state
 from train.config.environment import to_saved
 from train.config.schema import Config
-from train.data import following
 from train.data.following import Follower
 from train.data.loading.dealing import Cost, Dealer
 from train.data.loading.loader import LoaderOptions, build_loader, reading
 from train.data.source import Source
 from train.evaluate import evaluate_split
 from train.evaluate.distill import build_distillation
-from train.loss import shares_of_tasks
 from train.metrics import ScoreHistogram
 from train.optim.balance import Balance
 from train.optim.dense import Optimizer
 from train.optim.divergence import BadBatches
 from train.optim.guards import FiniteGuard
-from train.parallel.layout import part_of
+from train.optim.objective import Objective
 from train.parallel.managed import review
 from train.parallel.prefetch import PrefetchPipeline
-from train.process import length, precision
-from train.process import lock as lock_of_run
+from train.process import length
 from train.process.distributed import World
 from train.process.files import write_json
 from train.process.memory import reset_peak_memory
-from train.process.preemption import Preempted, Preemption
+from train.process.preemption import Preempted
 from train.process.signals import STATUS
-from train.process.stall import StallWatch
-from train.publish import Place, Publisher, run_id
 from train.record import versions
 from train.record.advice import advice, ending
+from train.record.launching import LaunchWatch
 from train.record.meters import Meters
-from train.record.tracing import StepTracer
-from train.record.tracking import METRICS_FILE, Tracker, read_metrics, setup_logging
-from train.speedup.launching import LaunchWatch
+from train.record.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -66,18 +59,17 @@ class Trainer:
 
     def __init__(self, config: Config, world: World) -> None:
         self.config, self.world = config, world
-        self.run_dir = lock_of_run.claim(config, world)
-        setup_logging(self.run_dir, world.rank)
-        precision.settle(config.precision, world, self.run_dir)
-        length.restore(config, world, self.run_dir)
-        following.pin(config, world, self.run_dir)
+        self.opened = Run(config, world)
+        self.run_dir = self.opened.dir
+        runtime, optimizer = config.runtime, config.optimizer
+
+        # The data, and how far the run is in them.
         self.job = build(config, world)
         self.source, self.model = self.job.source, self.job.model
         self.training: Source = self.source  # which is that of newer files once there are any
         self.num_requests = self.training.num_requests("train")
         if self.num_requests == 0:
             raise ValueError("the training split holds no request; enlarge data.split[0] or bring more data")
-        runtime, optimizer = config.runtime, config.optimizer
         self.global_batch = config.data.batch_size * world.size
         self.progress = Progress()
         self.follower: Follower | None = None
@@ -87,7 +79,15 @@ class Trainer:
         self.total_steps = self._last_step()
         length.check(config, self.total_steps, validated=self.source.num_requests("valid") > 0, log_it=world.is_first)
         self.log_every = min(runtime.log_every, max(1, self.total_steps // self.least_records))
+        self.logged_step = self.saved_step = 0  # the last one of each
+        self.dealer: Dealer | None = None
+        if config.parallel.balance and world.size > 1:
+            sample = self.source.batch("train", np.arange(min(256, self.num_requests)))
+            self.dealer = Dealer(Cost.measured(self.job.forward_flops, sample), world.size, config.parallel.balance)
+
+        # A step.
         ranking_model = self.job.ranking_model
+        graphs = runtime.cuda_graphs and world.device.type == "cuda"
         self.guard = FiniteGuard(
             ranking_model.embedding.assemble,
             world,
@@ -96,24 +96,25 @@ class Trainer:
             remembered=runtime.skip_window if runtime.bad_batch == "skip" else 0,
         )
         self.bad_batches = BadBatches(self.guard, skipped=runtime.bad_batch == "skip")
-        graphs = runtime.cuda_graphs and world.device.type == "cuda"
         self.optimizer = Optimizer(
             self.model, optimizer, self.total_steps // optimizer.accumulate, self.guard, graphs=graphs
         )
+        self.distillation = build_distillation(self.job)
+        self.objective = Objective(
+            self.job.losses,
+            self.source.spec,
+            optimizer.task_weights | dict.fromkeys(self._unlabelled(), 0.0),
+            None if self.distillation is None else self.distillation.loss,
+            world.device,
+        )
         kind = PrefetchPipeline if self.job.prefetches else TrainPipelineSparseDist
         self.pipeline = kind(self.model, self.optimizer, world.device, custom_model_fwd=self._forward)
-        given = optimizer.task_weights | dict.fromkeys(self._unlabelled(), 0.0)
-        self.task_shares = shares_of_tasks(given, self.source.spec.tasks)
-        self.loss_shares: Tensor | None = None  # all tasks count alike
-        if given:
-            self.loss_shares = torch.tensor(list(self.task_shares.values()), device=world.device)
-        self.distillation = build_distillation(self.job)
-        self.dealer = self._dealer() if config.parallel.balance and world.size > 1 else None
         self.balance = Balance(ranking_model, world, graphs=graphs)
+
+        # What is told of it, and kept.
+        self.tracker = self.opened.tracker
         self.meters = Meters(self.job, self.total_steps, graphs=graphs)
         self.launches = LaunchWatch(config, world)
-        self.logged_step = 0  # the last step that has been logged
-        self.saved_step = 0  # the last step that has been saved
         self.checkpoints = Checkpointer(
             self.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save, world
         )
@@ -130,10 +131,6 @@ class Trainer:
             "data_fingerprint": self.source.fingerprint,
             "versions": versions.collect(),
         }
-        self.tracker = Tracker(self.run_dir, config.tracking, enabled=world.is_first)
-        self.preemption = Preemption(world, runtime.collective_timeout)
-        self.stall = StallWatch(self.run_dir, world.rank, runtime.collective_timeout)
-        self.tracer = StepTracer(runtime.profile_step if world.is_first else 0, self.run_dir / "profile", world.device)
 
     def run(self) -> dict[str, Any]:
         """Train to the end and evaluate the test split on the best checkpoint; returns what `results.json` holds."""
@@ -142,7 +139,7 @@ class Trainer:
             self._start()
             reset_peak_memory(self.world.device)
             started = time.monotonic()
-            with self.tracer.run(), self.preemption, self.stall:
+            with self.opened.watched():
                 while self._continues():
                     self._train_epoch()
             if self.progress.step > self.logged_step:  # stopped early, between two log lines
@@ -151,11 +148,7 @@ class Trainer:
             with self.optimizer.averaged(), self.tracker.between_steps():
                 results = self._results(time.monotonic() - started)
         finally:
-            shown: dict[str, Any] = {
-                split: results[split] for split in ("valid", "test") if results and split in results
-            }
-            self.tracker.finish(shown, status=0 if results else 1)
-            lock_of_run.release(self.run_dir)
+            self.opened.close(results)
         if self.world.is_first:
             if "ended" in results:  # a run of `train.commands.speed` has no end of its own
                 log.info("%s", results["ended"])
@@ -192,18 +185,6 @@ class Trainer:
             self.source.keep_mapping(self.run_dir)
         self.tracker.start(self.about, total_steps=self.total_steps, resume_step=self.progress.step if saved else None)
 
-    def _dealer(self) -> Dealer:
-        """Deals requests by the model's own FLOPs, of a request with as many candidates as the sampled ones have."""
-        sample = self.source.batch("train", np.arange(min(256, self.num_requests)))
-        candidates = sample.num_candidates / sample.num_requests
-
-        def flops(length: float, squared: float) -> float:
-            return self.job.forward_flops(1, candidates, length, squared)
-
-        fixed = flops(0, 0)
-        cost = Cost(fixed, flops(1, 0) - fixed, flops(0, 1) - fixed)
-        return Dealer(cost, self.world.size, self.config.parallel.balance)
-
     def _last_step(self) -> int:
         """`runtime.steps`, or the step at which the last epoch ends for this many ranks and this batch size."""
         runtime, progress = self.config.runtime, self.progress
@@ -237,8 +218,8 @@ class Trainer:
         return True
 
     def _between_files(self) -> None:
-        self.stall.passed(self.progress.step)
-        if self.preemption.agreed_now():
+        self.opened.stall.passed(self.progress.step)
+        if self.opened.preemption.agreed_now():
             self._stop()
 
     def _take(self, source: Source) -> None:
@@ -280,7 +261,7 @@ class Trainer:
             if epoch_done:
                 progress.epoch, progress.consumed = progress.epoch + 1, 0
             last = progress.step >= self.total_steps
-            stopping = self.preemption.agreed()
+            stopping = self.opened.preemption.agreed()
             within = parts[0] < parts[1] and not epoch_done
             ended = epoch_done and _every(progress.epoch, runtime.eval_epochs)
             validating = ended or within or last or _every(progress.step, runtime.eval_every)
@@ -325,9 +306,7 @@ class Trainer:
         self.progress.consumed = min(self.progress.consumed + self.global_batch, self.num_requests)
         self.meters.step(batch, loss, logits, self.guard.found_inf)
         self.launches.accounted()
-        self.stall.passed(self.progress.step)
-        self.tracer.step()
-        self.tracker.advance()
+        self.opened.passed(self.progress.step)
         if _every(self.progress.step, self.log_every) or self._finished():
             self._log()
 
@@ -353,15 +332,9 @@ class Trainer:
     def _forward(self, batch: RequestBatch) -> tuple[Tensor, tuple[Tensor, Tensor, RequestBatch]]:
         with self.job.autocast():
             outputs = self.model(batch)
-        loss, weight = self.job.losses(outputs, batch, self.source.spec, self.loss_shares)
-        logits = outputs if isinstance(outputs, Tensor) else batch.labels.new_empty(batch.num_candidates, 0)
+        loss, of_labels, logits, weight = self.objective(self.job.arch, outputs, batch)
         self.optimizer.rows, self.optimizer.count = batch.row, weight
-        if isinstance(self.job.arch, LowerLogits):
-            for share, lower in self.job.arch.take_lower():
-                loss = loss + share * self.job.losses(lower, batch, self.source.spec, self.loss_shares)[0]
-        taught = 0 if self.distillation is None else self.distillation.loss(logits, batch, self.loss_shares)
-        # Models without such a loss take its zero from a parameter, which may be sharded.
-        return loss + taught + part_of(self.job.arch.aux_loss()), (loss.detach(), logits.detach(), batch)
+        return loss, (of_labels, logits, batch)
 
     def _log(self) -> None:
         """The only place in the loop that waits for the device."""
@@ -420,7 +393,7 @@ class Trainer:
             for task in metrics.base_rates:
                 if values[f"{task}/label_rate"] in (0, 1):
                     log.warning("validation has labels of one class only of %s, whose NE and AUC say nothing", task)
-        self.progress.judge(values, metrics.base_rates, self.task_shares, metrics.best)
+        self.progress.judge(values, metrics.base_rates, self.objective.task_shares, metrics.best)
 
     def _save(self) -> None:
         self.progress.tokens_per_expert = self.balance.counts()
@@ -451,8 +424,7 @@ class Trainer:
         best = checkpoint.intact_best(self.run_dir / "checkpoints", self.progress, self.world)
         step = self.progress.best_step
         if step not in (0, before):
-            records = self.world.by_first(lambda: read_metrics(self.run_dir / METRICS_FILE))
-            values = [each.values for each in records if (each.step, each.split) == (step, "valid")]
+            values = [each.values for each in self.opened.records() if (each.step, each.split) == (step, "valid")]
             self.progress.best_values = values[-1] if values else {}
         return best
 
@@ -486,14 +458,7 @@ class Trainer:
         if "test" in results and self.config.precision.name.startswith("mxfp8"):
             results["test_quantized"], _ = evaluate_split(self.job, "test", quantized=True)
 
-        def write() -> None:
-            from train.record.plots import plot_run  # imports matplotlib, which takes half a second
-
-            records = read_metrics(self.run_dir / METRICS_FILE)
-            plot_run(records, histograms, self.run_dir / "plots", progress.best_step, early=early)
-            write_json(self.run_dir / "results.json", results)
-
-        self.world.by_first(write)
+        self.opened.keep(results, histograms, progress.best_step, early=early)
         return results
 
 

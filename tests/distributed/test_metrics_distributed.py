@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from modules.loss import TaskLosses
 from tests.modules.factories import random_batch, random_spec
 from tests.processes import run_ranks
-from train.loss import TaskLosses
 from train.metrics import MetricSet, Throughput, history_lengths, history_sums
 from train.metrics.tasks import TaskMetrics
 

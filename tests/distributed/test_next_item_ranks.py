@@ -14,6 +14,8 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+from modules.loss import TaskLosses
+from modules.loss.next_item import ItemShares
 from modules.models.retrieval import NextItems
 from tests.modules.factories import random_batch, random_spec
 from tests.processes import run_ranks
@@ -23,8 +25,6 @@ from train.commands.doctor import ROOT
 from train.config.compose import to_config
 from train.config.schema import Config, RuntimeConfig, register_schema
 from train.evaluate import catalogue, evaluate_split, split_loader
-from train.loss import TaskLosses
-from train.loss.next_item import ItemShares
 from train.process import distributed
 from train.trainer import Trainer
 

@@ -9,8 +9,8 @@ import torch
 
 from modules.pretrained import PretrainedModel
 from tests.launching import TINY_DLRM, train_here, train_ranks
+from train.checkpoint.publish import Place
 from train.commands import export
-from train.publish import Place
 from train.serving.following import Follower
 from train.serving.scorer import Scorer
 

@@ -15,6 +15,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from modules.batch import FeatureSpec, RequestBatch
 from modules.config import ManagedTable
 from modules.layers.embedding.tokens import FeatureEmbedding, Tokens
+from modules.loss import ranking_loss
 from modules.models.baselines import DLRM
 from modules.models.ranking import RankingModel
 from tests.modules.factories import random_batch, random_spec
@@ -30,7 +31,6 @@ from train.config.schema import (
     TablesConfig,
     TrackingConfig,
 )
-from train.loss import ranking_loss
 from train.optim.dense import Optimizer
 from train.optim.guards import FiniteGuard
 from train.optim.sparse import shard

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from train.loss import TaskLosses
+from modules.loss import TaskLosses
 from train.metrics.catalogue import catalogue_means, catalogue_names, catalogue_sums
 from train.metrics.tasks import TaskMetrics
 

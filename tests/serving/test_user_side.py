@@ -17,8 +17,8 @@ from modules.models import MODELS
 from modules.models.baselines import DIN
 from modules.pretrained import PretrainedModel
 from tests.serving.conftest import MOST, Rows
+from train.checkpoint.publish import Place, Publisher
 from train.commands.export import export_model
-from train.publish import Place, Publisher
 from train.serving.following import Follower
 from train.serving.scorer import Scorer
 from train.serving.user_side import UserSides

@@ -27,6 +27,7 @@ with lasting():
     import torch
 
     from modules.batch import RequestBatch
+    from modules.loss import TaskLosses, binary_only
     from train.config.compose import to_config
     from train.config.environment import to_saved
     from train.config.files import composed
@@ -34,12 +35,12 @@ with lasting():
     from train.data import build_source
     from train.data.flat import FlatFeatures
     from train.data.source import Source
-    from train.loss import TaskLosses, binary_only
     from train.metrics.predictions import PredictionWriter
     from train.metrics.tasks import TaskMetrics
     from train.process import errors
     from train.process.files import new_folder, write_json
-    from train.record.tracking import format_table, setup_logging
+    from train.process.logs import setup_logging
+    from train.record.tracking import format_table
 
 log = logging.getLogger(__name__)
 AT_ONCE = 4096  # requests

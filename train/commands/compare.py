@@ -34,6 +34,7 @@ with lasting():
 
     from kernels.mxfp8 import QUANTIZED
     from modules.layers.embedding.tokens import FeatureEmbedding
+    from modules.loss import binary_only
     from modules.models import build as build_arch
     from modules.models.ranking import RankingModel
     from modules.precision import apply_recipe
@@ -48,7 +49,6 @@ with lasting():
     from train.config.schema import Config
     from train.data import build_source
     from train.data.storage.store import ByFirst
-    from train.loss import binary_only
     from train.process import distributed, errors, jobs
     from train.process.distributed import World
     from train.process.files import new_folder, write_json

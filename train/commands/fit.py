@@ -25,6 +25,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from kernels.core import dispatch
 from modules.layers.embedding.tokens import FeatureEmbedding, Tokens
 from modules.layers.moe import Experts
+from modules.loss import TaskLosses
 from modules.models import build as build_arch
 from modules.models.ranking import RankingModel
 from modules.precision import apply_recipe
@@ -32,7 +33,6 @@ from train.build import output_spec
 from train.config.schema import Config
 from train.data import build_source
 from train.data.source import Source
-from train.loss import TaskLosses
 from train.optim.frozen import freeze
 from train.optim.sparse import GIB, ids_per_request, plan_tables, sharders_of
 from train.parallel.mesh import sizes, table_ranks

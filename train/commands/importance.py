@@ -27,13 +27,13 @@ with lasting():
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     from modules.batch import FeatureSpec, RequestBatch, VectorFeature, select_rows
+    from modules.loss import binary_only
     from modules.precision import in_high_precision
     from train.build import Job
     from train.checkpoint import load as checkpoint
     from train.config.overrides import split_options
     from train.data.features.numeric import INDICATOR
     from train.evaluate import checked_split, split_loader, trained
-    from train.loss import binary_only
     from train.metrics import MetricSet
     from train.process import errors
     from train.process.files import write_json

@@ -27,6 +27,7 @@ with lasting():
     import numpy as np
     import torch
 
+    from modules.loss import binary_only
     from train.config.compose import from_dict
     from train.config.overrides import split_options
     from train.config.schema import Config, EventsConfig
@@ -34,7 +35,6 @@ with lasting():
     from train.data.events.names import numeric as numeric_columns
     from train.data.features.columns import Coded
     from train.data.storage.rows import Rows
-    from train.loss import binary_only
     from train.metrics import MetricSet, paired_gaps
     from train.metrics.predictions import read_predictions
     from train.process import errors

@@ -40,7 +40,7 @@ class SpeedRun(Trainer):
         first = self.measured + 2  # the profiler starts at the end of the step before
         config.runtime.steps = first + TRACED_STEPS
         super().__init__(config, world)
-        self.tracer = StepTracer(first, self.run_dir / "profile" / f"rank_{world.rank}", world.device)
+        self.opened.tracer = StepTracer(first, self.run_dir / "profile" / f"rank_{world.rank}", world.device)
         self.speed: dict[str, float] = {}
 
     def _step(self, batches: Iterator[RequestBatch]) -> None:
@@ -55,7 +55,7 @@ class SpeedRun(Trainer):
         """Not measured."""
 
     def _results(self, seconds: float) -> dict[str, Any]:
-        mine = {"peak_memory_bytes": peak_memory_bytes(self.world.device), "breakdown": self.tracer.breakdown}
+        mine = {"peak_memory_bytes": peak_memory_bytes(self.world.device), "breakdown": self.opened.tracer.breakdown}
         each: list[dict[str, Any]] = [{}] * self.world.size
         dist.all_gather_object(each, mine, group=self.world.host_group)
         results = {"ranks": self.world.size, **self.speed, "plan": self.job.plan, "each_rank": each}

@@ -10,13 +10,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from modules.config import check_options, of_earlier
+from modules.loss import task_loss
 from modules.models import CONFIGS, CustomConfig
 from train.config import environment
 from train.config.numbers import check_numbers
 from train.config.overrides import unknown
 from train.config.schema import SOURCES, Config, OptimizerConfig, SyntheticConfig
 from train.config.secrets import refuse_secrets
-from train.loss import task_loss
 
 
 def to_config(composed: DictConfig) -> Config:

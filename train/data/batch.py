@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from modules.batch import UNKNOWN_ID, EventType, FeatureSpec, RequestBatch, SparseFeature, Vendors
-from modules.jagged_features import JaggedFeatures
+from train.data.jagged_features import JaggedFeatures
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor

@@ -32,7 +32,7 @@ from train.metrics.predictions import PredictionWriter
 from train.metrics.tasks import TaskMetrics
 from train.process import distributed
 from train.process.files import write_json
-from train.record.tracking import setup_logging
+from train.process.logs import setup_logging
 
 log = logging.getLogger(__name__)
 

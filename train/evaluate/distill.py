@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from modules.batch import RequestBatch
+from modules.loss import ranking_loss, task_loss
 from modules.models.ranking import RankingModel
 from train.build import Job, load_model
 from train.checkpoint import load as checkpoint
 from train.config.compose import from_dict
 from train.config.schema import DistillConfig
-from train.loss import ranking_loss, task_loss
 from train.metrics.predictions import read_predictions
 
 ADAPTER_LR = 0.1

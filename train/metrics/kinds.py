@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from train.loss.base import Requests, TaskLoss
+from modules.loss.base import Requests, TaskLoss
 from train.metrics.auc import xauc
 from train.metrics.collection import gather_rows
 from train.metrics.ranking import ranking_names, ranking_sums

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from modules.batch import RequestBatch
-from train.loss.base import TaskLoss
-from train.loss.tasks import Loss, TaskLosses
+from modules.loss.base import TaskLoss
+from modules.loss.tasks import Loss, TaskLosses
 from train.metrics import history_lengths
 
 

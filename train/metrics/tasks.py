@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from train.loss.base import Requests, TaskLoss
-from train.loss.tasks import TaskLosses
+from modules.loss.base import Requests, TaskLoss
+from modules.loss.tasks import TaskLosses
 from train.metrics.collection import MetricSet, OwnMetric
 from train.metrics.histogram import ScoreHistogram
 from train.metrics.kinds import ClassSums, OrderSums, RealSums, TaskSums

@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from modules.loss import ranking_loss
 from tests.data.events.test_data_events import make_config, make_table
 from tests.data.sources import whole
 from train.config.schema import JoinConfig
 from train.data import build_source
 from train.data.reader import RequestReader
 from train.data.summary import summarise
-from train.loss import ranking_loss
 from train.metrics import MetricSet
 
 COUNT = 200

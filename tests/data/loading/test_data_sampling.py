@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from modules.batch import RequestBatch
+from modules.loss import ranking_loss
 from tests.modules.factories import random_batch, random_spec
 from tests.modules.test_batch import assert_same
 from train.config.schema import SyntheticConfig
 from train.data import SyntheticSource
 from train.data.loading.loader import LoaderOptions, build_loader
 from train.data.loading.sampling import sample_negatives, uniform
-from train.loss import ranking_loss
 from train.metrics import MetricSet
 
 SPEC = random_spec()

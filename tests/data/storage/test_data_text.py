@@ -16,8 +16,8 @@ import pytest
 from tests.data.sources import events_config, source_of, whole
 from train.config.schema import EventsConfig, HistoryConfig, JoinConfig, TableVectorsConfig
 from train.data import build_source
-from train.data.storage import text
-from train.data.storage.text import Layout
+from train.data.storage import records, text
+from train.data.storage.records import Layout
 
 NAMES = ["user", "time", "title"]
 
@@ -39,7 +39,7 @@ def read(path: Path, content: str | bytes, skip: bool = False, **layout: object)
 @pytest.mark.parametrize("quoted", [True, None], ids=["quoted", "unsaid"])
 def test_quoted_files_read_as_the_standard_says(tmp_path, monkeypatch, seed, quoted):
     draw = random.Random(seed)
-    monkeypatch.setattr(text, "BLOCK", draw.choice([3, 40, 1000]))
+    monkeypatch.setattr(records, "BLOCK", draw.choice([3, 40, 1000]))
     separator, ending = draw.choice([",", "\t", "|", "::", "¦"]), draw.choice(["\n", "\r\n", "\r"])
     always = draw.random() < 0.3
     pieces = ["a", "bc", "", " ", '"', '""', separator, "\n", "x\ny", 'in "it"', "é"]
@@ -63,7 +63,7 @@ def test_quoted_files_read_as_the_standard_says(tmp_path, monkeypatch, seed, quo
 def test_files_without_quotes_keep_every_line(tmp_path, monkeypatch, caplog, seed, quoted):
     """A quote at the start or the end of a title is part of it, wherever the next one is."""
     draw = random.Random(seed)
-    monkeypatch.setattr(text, "BLOCK", draw.choice([3, 50, 1000, 1 << 22]))
+    monkeypatch.setattr(records, "BLOCK", draw.choice([3, 50, 1000, 1 << 22]))
     titles = ['"Crocodile Dundee', 'the end"', 'disk of 7" size', "plain", '"', '"An open one, "twice', 'x"y"z']
     rows = [(str(i), str(1000 * i), draw.choice(titles)) for i in range(60)]
     content = "".join("\t".join(row) + "\n" for row in [tuple(NAMES), *rows])
@@ -87,7 +87,7 @@ def test_files_without_quotes_keep_every_line(tmp_path, monkeypatch, caplog, see
     ],
 )
 def test_a_malformed_row_is_one_row(tmp_path, monkeypatch, block, line, flaw):
-    monkeypatch.setattr(text, "BLOCK", block)
+    monkeypatch.setattr(records, "BLOCK", block)
     lines = ["user,time,title", *(f"{i},{i},t{i}" for i in range(4)), line, "", *(f"{i},{i},t{i}" for i in range(4, 9))]
     content = b"\n".join(each if isinstance(each, bytes) else each.encode() for each in lines)
     if b'"' in content:
@@ -165,23 +165,15 @@ def _table_vectors(folder: Path, past: str, note: str) -> EventsConfig:
 
 @pytest.mark.parametrize("kind", [_labelled, _joined, _log, _table_vectors])
 @pytest.mark.parametrize(("past", "note"), [(LONG, "x"), ("1|2", SPANNING)], ids=["long row", "lines in quotes"])
-@pytest.mark.reliability(
-    "text rows and quoted lines that span read blocks",
-    "read whole, in rows, joins, logs and vectors",
-)
 def test_every_text_file_has_long_rows_and_quoted_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[..., EventsConfig], past: str, note: str
 ) -> None:
-    monkeypatch.setattr(text, "BLOCK", 1000 if past == LONG else 64)
+    monkeypatch.setattr(records, "BLOCK", 1000 if past == LONG else 64)
     config = kind(tmp_path, past, note)
     source = source_of(config)
     assert sum(len(whole(source, split).row) for split in ("train", "valid", "test")) == 40
 
 
-@pytest.mark.reliability(
-    "a last column opens a quote that a later row, or none, closes",
-    "the quote is text, a warning names its row, and no row is lost",
-)
 @pytest.mark.parametrize("rows", [40, 30_000])
 @pytest.mark.parametrize("end", ["", 'the end"'])
 def test_an_open_quote_swallows_no_row(tmp_path, caplog, rows, end):

@@ -14,14 +14,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from kernels.gdpa import gdpa
 from modules.batch import EventType, FeatureSpec, RequestBatch, SparseFeature
 from modules.layers.embedding.tokens import FeatureEmbedding
+from modules.loss import TaskLosses
+from modules.loss.next_item import ItemShares
 from modules.models.hstu import HSTU, HSTULayer
 from modules.models.retrieval import NextItems
 from modules.models.sasrec import SASRec
 from modules.models.sequential import SequentialModel
 from tests.modules.factories import random_batch
 from tests.modules.models.test_models import DoubleLookup
-from train.loss import TaskLosses
-from train.loss.next_item import ItemShares
 
 ITEM = SparseFeature("item", "item")
 SPEC = FeatureSpec(

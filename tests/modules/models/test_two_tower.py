@@ -12,13 +12,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits, normalize
 
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature
 from modules.layers.embedding.tokens import FeatureEmbedding
+from modules.loss import TaskLosses
+from modules.loss.next_item import ItemShares
 from modules.models.retrieval import NextItems, Vectors
 from modules.models.two_tower import TwoTower
 from tests.modules.factories import random_batch
 from tests.modules.models.test_models import DoubleLookup
 from tests.modules.models.test_sequential import SPEC as SEQUENCES
-from train.loss import TaskLosses
-from train.loss.next_item import ItemShares
 
 SPEC: FeatureSpec = dataclasses.replace(
     SEQUENCES, tables={"item": 30, "user": 9}, request=(SparseFeature("user", "user"),), request_dense=("age",)

@@ -12,13 +12,13 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from modules.batch import RequestBatch
+from modules.loss import ranking_loss
 from tests.launching import TINY_DLRM, train_here
 from tests.modules.factories import random_batch, random_spec
 from train import evaluate
 from train.checkpoint.load import checkpoints, read_meta
 from train.config.schema import DistillConfig
 from train.evaluate.distill import Distillation, StoredTeacher, StudentAdapter
-from train.loss import ranking_loss
 from train.record.tracking import METRICS_FILE, read_metrics
 
 CPU = torch.device("cpu")

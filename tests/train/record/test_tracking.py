@@ -13,7 +13,8 @@ import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from train.config.schema import TrackingConfig
-from train.record.tracking import METRICS_FILE, Record, Tracker, format_table, read_metrics, setup_logging
+from train.process.logs import setup_logging
+from train.record.tracking import METRICS_FILE, Record, Tracker, format_table, read_metrics
 
 QUIET = {"wandb": "disabled", "tensorboard": False, "progress": "never"}
 

@@ -6,9 +6,13 @@ Blocks of requests stay together, as caches and readers like neighbours; every r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
+
+from modules.batch import RequestBatch
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,13 @@ class Cost:
     fixed: float
     event: float
     pair: float
+
+    @classmethod
+    def measured(cls, flops: Callable[[float, float, float, float], float], sample: RequestBatch) -> Self:
+        """By `flops` of (requests, candidates, events, pairs), of a request with as many candidates as in a sample."""
+        candidates = sample.num_candidates / sample.num_requests
+        fixed = flops(1, candidates, 0, 0)
+        return cls(fixed, flops(1, candidates, 1, 0) - fixed, flops(1, candidates, 0, 1) - fixed)
 
     def of(self, lengths: np.ndarray) -> np.ndarray:
         """lengths [N] -> [N] float64."""

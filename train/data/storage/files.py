@@ -13,9 +13,10 @@ import pyarrow.compute as pc
 from train.data.storage import formats, text
 from train.data.storage.find import partitions
 from train.data.storage.formats import Lost, format_of
+from train.data.storage.records import Layout
 from train.data.storage.remote import DataFile, packed_by, size, stream
 from train.data.storage.tables import plain
-from train.data.storage.text import TEXT, Layout, Piece
+from train.data.storage.text import TEXT, Piece
 
 SAMPLED = 1 << 20
 """Bytes of a text file from which its number of rows is estimated."""

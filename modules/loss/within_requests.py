@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from train.loss.base import Requests, TaskLoss
+from modules.loss.base import Requests, TaskLoss
 
 
 class _OfRequests(TaskLoss):

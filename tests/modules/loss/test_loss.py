@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from train.loss import ranking_loss, shares_of_tasks
+from modules.loss import ranking_loss, shares_of_tasks
 
 
 @pytest.mark.parametrize("ranks", [1, 64])

@@ -1,4 +1,4 @@
-"""What the loss of a task is; `train.loss.tasks` has their names."""
+"""What the loss of a task is; `modules.loss.tasks` has their names."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from modules.batch import FeatureSpec, RequestBatch
 from modules.core.import_object import import_object
+from modules.loss.base import Requests, TaskLoss
+from modules.loss.candidates import OWN, BinaryCrossEntropy, Classes, Focal, Huber, Log, Squared
+from modules.loss.means import global_mean, ranking_loss
+from modules.loss.next_item import BPR, GBCE, ItemShares, NextItemLoss, SampledSoftmax
+from modules.loss.within_requests import Listwise, Pairwise
 from modules.models.retrieval import NextItems
-from train.loss.base import Requests, TaskLoss
-from train.loss.candidates import OWN, BinaryCrossEntropy, Classes, Focal, Huber, Log, Squared
-from train.loss.means import global_mean, ranking_loss
-from train.loss.next_item import BPR, GBCE, ItemShares, NextItemLoss, SampledSoftmax
-from train.loss.within_requests import Listwise, Pairwise
 
 LOSSES: dict[str, type[TaskLoss]] = {
     "binary": BinaryCrossEntropy,

@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from train.loss.base import Requests, TaskLoss
+from modules.loss.base import Requests, TaskLoss
 
 
 class _OfCandidates(TaskLoss):

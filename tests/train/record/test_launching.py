@@ -12,7 +12,7 @@ from modules.models.baselines import DIN
 from modules.models.interformer import InterFormer
 from train.config.schema import DataConfig, OptimizerConfig, ParallelConfig
 from train.process.distributed import World
-from train.speedup.launching import LEAST_STEPS, LaunchWatch
+from train.record.launching import LEAST_STEPS, LaunchWatch
 
 RATES = {"data_wait_share": 0.01, "mean_history": 404.0}
 

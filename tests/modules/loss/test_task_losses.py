@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from modules.loss import TaskLosses, ranking_loss, task_loss
+from modules.loss.base import Requests, TaskLoss
+from modules.loss.candidates import OWN, Squared
+from modules.loss.next_item import ItemShares, NextItemLoss
+from modules.loss.tasks import LOSSES
 from modules.models.retrieval import NextItems
 from tests.modules.factories import random_batch, random_spec
-from train.loss import TaskLosses, ranking_loss, task_loss
-from train.loss.base import Requests, TaskLoss
-from train.loss.candidates import OWN, Squared
-from train.loss.next_item import ItemShares, NextItemLoss
-from train.loss.tasks import LOSSES
 from train.metrics.tasks import SUMS, TaskMetrics
 
 LABELS = torch.tensor([0.0, 1.0, 3.0, 2.0, 0.0, 1.0])

@@ -1,7 +1,7 @@
 """Training losses: each task names its own, averaged over what was observed on all ranks."""
 
-from train.loss.means import global_mean, ranking_loss, shares_of_tasks
-from train.loss.tasks import LOSSES, NEXT_ITEM, TaskLosses, binary_only, task_loss
+from modules.loss.means import global_mean, ranking_loss, shares_of_tasks
+from modules.loss.tasks import LOSSES, NEXT_ITEM, TaskLosses, binary_only, task_loss
 
 __all__ = [
     "LOSSES",

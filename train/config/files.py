@@ -257,7 +257,7 @@ def _explained(error: Exception, known: Sequence[Override]) -> str:
         if isinstance(own, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(kind):
             path = str(own.full_key).rpartition(".")[0]
             return file + unknown(path, str(own.key), [field.name for field in dataclasses.fields(kind)])
-        if getattr(own, "full_key", ""):
+        if own is not None:
             file += f"{own.full_key}: "
     for pattern, words in WORDS.items():
         text = re.sub(pattern, words, text)

@@ -286,6 +286,11 @@ class EventsConfig(DataConfig):
             f"{path}.files is empty; name the files of labelled rows, e.g. {path}.files=[log.parquet]",
         )
         refuse(
+            not self.list_separator,
+            f"{path}.list_separator is empty; give the text between items, e.g. {path}.list_separator='|'",
+        )
+        refuse(not self.labels, f"{path}.labels is empty; name at least one, e.g. labels: {{click: clicked}}")
+        refuse(
             self.split_by == "last" and not (self.user and self.time),
             f"{path}.split_by=last holds out each user's last requests: {path}.user and {path}.time must name "
             f"their columns, e.g. {path}.user=session {path}.time=position",

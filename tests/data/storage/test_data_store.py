@@ -60,10 +60,15 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match=r"cache/data could not be prepared \(3964 .* MiB are free .* data\.cache_dir"):
         store.prepare_once(tmp_path / "cache" / "data", prepare, lambda make: make())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"file/data could not be prepared \(.* Not a directory.* data\.cache_dir"):
+        store.prepare_once(tmp_path / "file" / "data", prepare, lambda make: make())
 
 
 def test_arrays_come_back_under_their_names(tmp_path: Path) -> None:
-    arrays = {name: np.arange(len(name)) for name in ("plain", "history.x.ids", "list.a/b", "100%", "..")}
+    arrays = {
+        name: np.arange(len(name)) for name in ("plain", "history.x.ids", "list.a/b", "100%", "..", "\u0939" * 80)
+    }
     save(tmp_path, arrays, {"key": [1]})
     loaded = store.Arrays(tmp_path)
     assert loaded.keys() == arrays.keys()

@@ -7,6 +7,7 @@ import logging
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from train.data.events.late import check_late
 from train.data.events.names import features, lists, numbers, numeric, table_of, vectors, wanted
 from train.data.features import mapping, times
 from train.data.features.columns import NUMBER
+from train.data.features.ids import texts_of
 from train.data.features.numeric import INDICATOR, matching
 from train.data.features.transforms import Transforms
 from train.data.statistics import describe as statistics
@@ -31,6 +33,14 @@ ENDS = 1 << 16
 
 def check(config: EventsConfig) -> None:
     check_options(config, "data")
+    ids = {f"data.display.{name}": value for name, value in config.display.items()}
+    for name, history in config.histories.items():
+        ids |= {f"data.histories.{name}.where.{column}": value for column, value in history.where.items()}
+    for key, value in ids.items():
+        try:
+            texts_of(value if isinstance(value, list) and ".where." in key else [value])
+        except TypeError:
+            raise ValueError(f"{key}={value!r} must be one id, or several of a where: 1, buy or [1, 2]") from None
     formats = {f"data.histories.{name}.time_format": history.time_format for name, history in config.histories.items()}
     for key, time_format in {"data.time_format": config.time_format, **formats}.items():
         if time_format not in (None, "s", "ms") and "%" not in time_format:
@@ -146,6 +156,19 @@ def _warn_of_copies(files: list[DataFile]) -> None:
             if digest in seen:
                 logger.warning("%s seems to be a copy of %s: rows of both count", file, seen[digest])
             seen.setdefault(digest, file)
+
+
+def check_parts(config: EventsConfig, counts: Sequence[int]) -> None:
+    """ValueError for files of a split without a row that can be used: time would split the other files instead.
+
+    counts: of rows or requests of which time decides, then of each split's own files.
+    """
+    for count, key in zip(counts[2:], ("valid_files", "test_files"), strict=True):
+        if getattr(config, key) and not count:
+            raise ValueError(
+                f"data.{key}={getattr(config, key)} have no row that can be used; name files with rows, or leave the "
+                "key out, and data.split decides"
+            )
 
 
 def earlier_mapping(config: EventsConfig, spec: FeatureSpec) -> mapping.Mapping | None:

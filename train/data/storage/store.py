@@ -24,7 +24,7 @@ from train.process.files import faults, room, summed, write_json
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT = 10
+FORMAT = 11
 """Raised whenever the prepared form changes, so that older caches are prepared anew."""
 
 ByFirst = Callable[[Callable[[], None]], None]
@@ -67,8 +67,8 @@ def prepare_once(folder: Path, prepare: Callable[[Path], None], by_first: ByFirs
 def _prepare(folder: Path, prepare: Callable[[Path], None]) -> None:
     """Prepare into a temporary folder and rename it when it is whole."""
     partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
-    partial.mkdir(parents=True)  # not mkdtemp: its mode of 0700 would lock others out of a shared cache
     try:
+        partial.mkdir(parents=True)  # not mkdtemp: its mode of 0700 would lock others out of a shared cache
         prepare(partial)
         files = {str(path.relative_to(partial)): summed(path) for path in partial.rglob("*") if path.is_file()}
         write_json(partial / MANIFEST, files)
@@ -97,7 +97,12 @@ def save_meta(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def array_file(folder: Path, name: str) -> Path:
-    return folder / f"{quote(name, safe='')}.npy"
+    return folder / file_name(name, ".npy")
+
+
+def file_name(name: str, suffix: str) -> str:
+    """Of any name: `unquote` undoes it. Letters beyond ASCII stay, of which a file's 255 bytes hold more so."""
+    return "".join(each if ord(each) > 127 else quote(each, safe="") for each in name) + suffix
 
 
 def load_meta(folder: Path) -> dict[str, Any]:

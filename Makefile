@@ -6,7 +6,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help env quickstart quick test check format doctor wheel image nightly clean
+.PHONY: help env quickstart quick test check format doctor site wheel image nightly clean
 
 ifndef DEVICE
 DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda || echo cpu)
@@ -32,6 +32,7 @@ help:
 	@echo 'make check        lint, format, types, and what no GPU has run since it changed'
 	@echo 'make format       rewrite the source in the project format'
 	@echo 'make doctor       say what fits together on this machine and how to mend what does not'
+	@echo 'make site         the pages, keys and API as a site in dist/site, links checked'
 	@echo 'make wheel        the package that pip and uv install, in dist/'
 	@echo 'make image        the container of DEVICE=$(DEVICE), by docker: $(IMAGE)'
 	@echo 'make env          install requirements/$(DEVICE).txt and this project into .venv, once'
@@ -83,6 +84,16 @@ nightly: env
 
 doctor: env
 	@$(BIN)/python -m train.commands.doctor
+
+# Into a folder of its own, which .venv sees while the site is built only: keys and API are read from the code.
+.cache/site/installed: requirements/docs.txt | env
+	@rm -rf $(@D)
+	@$(BIN)/python -m pip install --quiet --retries 1 --no-deps --target $(@D) -r $<
+	@touch $@
+
+site: .cache/site/installed
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=.cache/site $(BIN)/python -m mkdocs build --strict
+	@echo 'open dist/site/index.html'
 
 # By .venv where there is one; without it pip fetches setuptools, and nothing else.
 wheel:

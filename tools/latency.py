@@ -8,6 +8,7 @@ to 10,000 candidates. Each row of OUT/latency.jsonl is appended when it is measu
 |---|---|
 | `shared` | as the scorer serves eagerly: the request once, the architecture by CUDA graphs |
 | `copied` | the same weights on a copy of the request for each candidate, made and on the GPU before the clock starts |
+| `split` | net splitting, of InterFormer: the user side once, and a copy for each candidate where it is read |
 | `launched` | `shared` without CUDA graphs |
 | `aoti` | the exported program, compiled by AOTInductor, by CUDA graphs |
 | `kept` | the exported program, with the user side kept from an earlier request (`user_side_bytes`), by CUDA graphs |
@@ -19,6 +20,9 @@ takes longer with all; the host: the rest.
 
 Models are built and kernels compiled by processes side by side. Then they take turns on their GPU: one measures at a
 time. With two GPUs, what has to be compiled is measured on the second.
+
+On a CPU, in float32 and with small tables, choose fewer and smaller sizes: `--seconds 900 --events 40 --candidates 2048
+--only interformer_production.shared --set model.dim=64 data.num_request_features=16 data.num_candidate_features=8`.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import torch
@@ -45,6 +50,10 @@ from torch.fx import GraphModule
 
 from kernels.core import dispatch
 from modules.batch import RequestBatch, with_candidates
+from modules.broadcast import CandidateRows
+from modules.layers.attention import target_attention
+from modules.layers.interaction import lce
+from modules.layers.interaction.dot_cross import DHENLayer
 from modules.models import build
 from modules.models.scoring import ScoringArch, scoring_inputs
 from modules.pretrained import PretrainedModel
@@ -68,19 +77,19 @@ JOBS = [(name, serving) for serving in ("shared", "kept", "aoti", "plain") for n
 COMPILING = 60
 """Seconds after which a compiler is stopped."""
 ROUNDS, ROW_SECONDS = 200, 0.6
-TINY = ["data.num_users=50", "data.num_items=500", "data.num_request_features=3", "data.num_candidate_features=3",
-        "model.dim=16"]  # fmt: skip
+SMALL_TABLES = ["data.num_users=50", "data.num_items=500"]
 FILE = "latency.jsonl"
 
 
 class Job:
     """One model, served in one way."""
 
-    def __init__(self, out: Path, name: str, serving: str, tiny: bool) -> None:
-        self.out, self.name, self.serving, self.tiny = out, name, serving, tiny
+    def __init__(self, out: Path, name: str, serving: str, options: argparse.Namespace) -> None:
+        self.out, self.name, self.serving = out, name, serving
+        self.counts, self.overrides = options.candidates, options.set
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        config = self._config(20 if tiny else 1000)
+        config = self._config(1000)
         self.spec = replace(build_source(config.data).spec, max_candidates=MOST)
         torch.manual_seed(0)
         self.model = PretrainedModel(config.model, self.spec, self.device).to(self.device).eval()
@@ -90,13 +99,13 @@ class Job:
         one = build(config.model, replace(self.spec, max_candidates=1)).to(self.device)
         one.load_state_dict(self.model.arch.state_dict())
         self.copying = self.arch(one)
-        requests = [self._request(length) for length in ((10, 5) if tiny else HISTORIES)]
+        requests = [self._request(length) for length in options.events]
         self.requests = {int(each.history_times.lengths().sum()): each for each in requests}
 
     def _config(self, max_history: int) -> Any:
-        return to_config(
-            composed([f"+experiment={self.name}_h200", f"data.max_history={max_history}", *(TINY if self.tiny else [])])
-        )
+        small = SMALL_TABLES if self.device.type == "cpu" else []
+        given = [f"+experiment={self.name}_h200", f"data.max_history={max_history}", *small, *self.overrides]
+        return to_config(composed(given))
 
     def _request(self, max_history: int) -> RequestBatch:
         return build_source(self._config(max_history).data).batch("train", np.array([7]))
@@ -106,7 +115,7 @@ class Job:
 
     @torch.no_grad()
     def run(self, ready: Callable[[], None]) -> None:
-        counts = (16, 8) if self.tiny else CANDIDATES
+        counts = self.counts
         shapes = [(counts[0], events) for events in self.requests]
         shapes += [(count, events) for count in counts[1:] for events in self.requests]
         about: dict[str, Any] = {}
@@ -136,6 +145,11 @@ class Job:
             if self.serving == "shared" and count == counts[0]:
                 with turn(self.out):
                     self._copied(count, events)
+                    if self.name.startswith("interformer"):
+                        with net_splitting(), suppressed_to_row(self, "split", count, events):
+                            split = partial(self._score, Replayed(self.arch(self.model.arch), self.spec, self.device))
+                            largest = (split(batch) - scores[events](batch)).abs().max().item()
+                            self._row("split", split, batch, count, events, {"largest_difference": largest})
                     self._row("launched", partial(self._score, arch), batch, count, events, {})
         for count, events in sorted(shapes[2:], key=np.prod) if self.serving == "shared" else []:
             with turn(self.out):
@@ -226,7 +240,7 @@ class Job:
 
     def _times(self, function: Callable[[], Any], seconds: float = ROW_SECONDS) -> list[float]:
         """Milliseconds of each call, after those in which graphs are captured."""
-        for _ in range(4):
+        for _ in range(4 if self.device.type == "cuda" else 1):
             function()
         times: list[float] = []
         end = time.monotonic() + seconds
@@ -241,6 +255,38 @@ class Job:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+@contextmanager
+def net_splitting() -> Iterator[None]:
+    """What belongs to a request is copied to its candidates where an operator reads both; one request at a time."""
+    compress, attend, mix = lce.linear_compression, target_attention.target_attention, DHENLayer.forward
+
+    def copied(x: Tensor, count: int) -> Tensor:
+        return x.expand(count, *x.shape[1:]).contiguous()
+
+    def compressed(candidate: Tensor, request: Any, own: Tensor, above: Any, offsets: Any) -> Tensor:
+        if not isinstance(request, Tensor):
+            return compress(candidate, request, own, above, offsets)
+        count = len(candidate)
+        return compress(candidate, copied(request, count), own, above, torch.arange(count + 1, device=own.device))
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, rows: Any, events: Tensor, **sizes: Any) -> Tensor:
+        count = torch.arange(len(q) + 1, device=q.device)
+        k, v = (copied(each[None], len(q)).flatten(0, 1) for each in (k, v))
+        return attend(q, k, v, count, count * events[1], **sizes | {"max_candidates": 1})
+
+    def mixed(self: DHENLayer, candidate: Tensor, request: Tensor | None = None, rows: Any = None) -> Tensor:
+        if request is not None:
+            request, rows = copied(request, len(candidate)), CandidateRows.identity(len(candidate), candidate.device)
+        return mix(self, candidate, request, rows)
+
+    with (
+        mock.patch.object(lce, "linear_compression", compressed),
+        mock.patch.object(target_attention, "target_attention", attended),
+        mock.patch.object(DHENLayer, "forward", mixed),
+    ):
+        yield
 
 
 @contextmanager
@@ -273,9 +319,10 @@ def suppressed_to_row(job: Job, serving: str, count: int, events: int) -> Iterat
         job._write(serving, count, events, {"error": f"{type(error).__name__}: {str(error)[:200]}"})
 
 
-def work(out: Path, name: str, serving: str, tiny: bool, until: float) -> None:
+def work(options: argparse.Namespace, name: str, serving: str, until: float) -> None:
     """In a process of its own. `until`: seconds of `time.time` when it starts measuring, whether or not others are
     ready."""
+    out = options.out
     mark = out / f"{name}.{serving}.ready"
     rivals = json.loads((out / "gpus.json").read_text())[mark.name]
 
@@ -285,7 +332,7 @@ def work(out: Path, name: str, serving: str, tiny: bool, until: float) -> None:
             time.sleep(0.1)
 
     try:
-        Job(out, name, serving, tiny).run(ready)
+        Job(out, name, serving, options).run(ready)
     except Exception as error:
         append(out / FILE, {"model": name, "serving": serving, "error": f"{type(error).__name__}: {str(error)[:300]}"})
         raise
@@ -293,7 +340,8 @@ def work(out: Path, name: str, serving: str, tiny: bool, until: float) -> None:
         mark.touch()
 
 
-def measure(out: Path, seconds: float, tiny: bool, jobs: list[tuple[str, str]]) -> None:
+def measure(options: argparse.Namespace, jobs: list[tuple[str, str]]) -> None:
+    out, seconds = options.out, options.seconds
     out.mkdir(parents=True, exist_ok=True)
     for old in [*out.glob("*.ready"), *out.glob(FILE)]:
         old.unlink()
@@ -309,7 +357,7 @@ def measure(out: Path, seconds: float, tiny: bool, jobs: list[tuple[str, str]]) 
             sys.executable,
             "-m",
             "tools.latency",
-            str(out),
+            *sys.argv[1:],
             "--job",
             name,
             serving,
@@ -319,11 +367,7 @@ def measure(out: Path, seconds: float, tiny: bool, jobs: list[tuple[str, str]]) 
             "CUDA_VISIBLE_DEVICES": of_gpu[name, serving], "TORCHINDUCTOR_COMPILE_THREADS": "4", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         with (out / f"{name}.{serving}.log").open("w") as log:
-            processes.append(
-                subprocess.Popen(
-                    command + ["--tiny"] * tiny, env=environment, stdout=log, stderr=log, start_new_session=True
-                )
-            )
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
     try:
         for process in processes:
             with suppress(subprocess.TimeoutExpired):
@@ -334,7 +378,8 @@ def measure(out: Path, seconds: float, tiny: bool, jobs: list[tuple[str, str]]) 
                 os.killpg(process.pid, signal.SIGKILL)  # with the compilers that it started
     device = torch.cuda.get_device_name() if gpus else "cpu"
     rows = sorted(rows_of(out / FILE), key=lambda row: [str(row.get(key, 0)).rjust(12) for key in ORDER])
-    write_json(out / "latency.json", {"device": device, "versions": versions.collect(), "rows": rows})
+    about = {"device": device, "set": options.set, "versions": versions.collect()}
+    write_json(out / "latency.json", about | {"rows": rows})
     for row in rows:
         print("  ".join(f"{value}" if name in ORDER else f"{name} {value}" for name, value in row.items()))
 
@@ -346,16 +391,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=110)
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the command on a CPU")
+    parser.add_argument("--set", nargs="+", default=[], help="keys of the experiments, e.g. model.dim=64")
+    parser.add_argument("--candidates", nargs="+", type=int, default=CANDIDATES)
+    parser.add_argument("--events", nargs="+", type=int, default=HISTORIES, help="data.max_history of requests")
     parser.add_argument("--only", nargs="+", help="jobs to measure, e.g. gem.shared kunlun.aoti")
     parser.add_argument("--job", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
         name, serving, until = options.job
-        work(options.out, name, serving, options.tiny, float(until))
+        work(options, name, serving, float(until))
     else:
-        chosen = [job for job in JOBS if options.only is None or ".".join(job) in options.only]
-        measure(options.out, options.seconds, options.tiny, chosen)
+        measure(options, [job for job in JOBS if options.only is None or ".".join(job) in options.only])
 
 
 if __name__ == "__main__":

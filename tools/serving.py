@@ -1,19 +1,24 @@
-"""Latency and throughput of the HTTP application on a CPU: `python -m tools.serving FILE.json`.
+"""Latency and throughput of the HTTP application on a CPU: `python -m tools.serving FILE.json [--clients | --load]`.
 
 Fresh models on generated requests: a user with 100 events, and candidates with two ids, a list of tags and two numbers.
 Calls go through the ASGI application, from the body to the answer, without a network. One thread of PyTorch a call.
+`--clients` compares batches of concurrent calls with calls by themselves. `--load` has 200 clients for a minute, with a
+tenth of their calls wrong.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import json
+import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,9 @@ from train.serving.service import Service
 EVENTS, ITEMS, USERS = 100, 5000, 40
 ROUNDS = 40
 CANDIDATES = (10, 100, 1000)
+CLIENTS = (1, 16, 64)
+BATCHED = (0, 5)
+"""Milliseconds that a call waits for others."""
 MODELS: dict[str, ModelConfig] = {
     "dlrm": DLRM.Config(dim=32),
     "din": DIN.Config(dim=32),
@@ -72,17 +80,24 @@ def export(name: str, folder: Path, data: EventsConfig) -> Service:
     return Service.from_pretrained(folder)
 
 
-async def call(app: App, body: bytes) -> float:
-    """Seconds of one call."""
-    start = time.perf_counter()
+async def call(app: App, body: bytes, status: int = 200) -> bytes:
+    """The answer. AssertionError for one of another status."""
+    sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": body}
 
     async def send(message: dict[str, Any]) -> None:
-        assert message.get("status", 200) == 200, message
+        sent.append(message)
 
     await app({"type": "http", "method": "POST", "path": "/score", "headers": []}, receive, send)
+    assert sent[0]["status"] == status, sent
+    return sent[1]["body"]
+
+
+async def seconds_of(app: App, body: bytes) -> float:
+    start = time.perf_counter()
+    await call(app, body)
     return time.perf_counter() - start
 
 
@@ -91,7 +106,7 @@ async def latency(app: App, body: bytes) -> dict[str, float]:
     for _ in range(5):
         await call(app, body)
     start = time.process_time()
-    seconds = [await call(app, body) for _ in range(ROUNDS)]
+    seconds = [await seconds_of(app, body) for _ in range(ROUNDS)]
     cpu = (time.process_time() - start) / ROUNDS
     wall = {"median_ms": statistics.median(seconds), "p95_ms": float(np.quantile(seconds, 0.95)), "cpu_ms": cpu}
     return {name: 1e3 * value for name, value in wall.items()}
@@ -135,7 +150,68 @@ def measure(name: str, service: Service, request: dict[str, Any], pool: list[dic
     return [*found, row]
 
 
-def main(out: Path) -> None:
+async def closed_loop(service: Service, body: bytes, clients: int, calls: int, wait: int) -> tuple[list[float], ...]:
+    """(seconds of each call, [seconds of all, processor seconds]) of clients that call again once they are answered."""
+    app = App(service, most_waiting=clients, batch_milliseconds=wait)
+
+    async def client() -> list[float]:
+        return [await seconds_of(app, body) for _ in range(calls)]
+
+    await asyncio.gather(*(call(app, body) for _ in range(clients)))
+    start = time.perf_counter(), time.process_time()
+    found = await asyncio.gather(*(client() for _ in range(clients)))
+    return np.concatenate(found).tolist(), [time.perf_counter() - start[0], time.process_time() - start[1]]
+
+
+def concurrent(service: Service, body: bytes) -> Iterator[dict[str, float]]:
+    """Batched and not take turns: other work on the host is on both."""
+    for clients in CLIENTS:
+        rounds: dict[int, list[Any]] = {wait: [] for wait in BATCHED}
+        for _ in range(5):
+            for wait, found in rounds.items():
+                found.append(asyncio.run(closed_loop(service, body, clients, max(2, 60 // clients), wait)))
+        for wait, found in rounds.items():
+            calls = np.concatenate([seconds for seconds, _ in found])
+            wall, cpu = np.sum([totals for _, totals in found], axis=0).tolist()
+            p50, p99 = (1e3 * np.quantile(calls, (0.5, 0.99))).tolist()
+            row = {"clients": clients, "batch_milliseconds": wait, "calls": len(calls), "p50_ms": p50, "p99_ms": p99}
+            yield row | {"calls_per_second": len(calls) / wall, "cpu_ms": 1e3 * cpu / len(calls)}
+
+
+async def load(service: Service, request: dict[str, Any], seconds: float = 60, clients: int = 200) -> dict[str, Any]:
+    """Answers by status, and MiB of memory in use after each sixth of the time."""
+    app = App(service, most_waiting=clients, batch_milliseconds=5)
+    (expected,), good, wrong = service([request]), json.dumps(request).encode(), json.dumps(request | {"time": "now"})
+    answered, times, memory, begun = Counter[str](), list[float](), list[float](), 0
+
+    async def client(number: int, end: float) -> None:
+        nonlocal begun
+        body, status, says = (wrong.encode(), 400, "time='now'") if number % 10 == 0 else (good, 200, "")
+        while (start := time.perf_counter()) < end:
+            begun += 1
+            said = json.loads(await call(app, body, status))
+            times.append(time.perf_counter() - start)
+            right = says in said["error"] if says else np.allclose(said["predictions"][0]["click"], expected["click"])
+            answered[f"{status}" if right else "wrong"] += 1
+
+    for _ in range(6):
+        end = time.perf_counter() + seconds / 6
+        await asyncio.gather(*(client(number, end) for number in range(clients)))
+        memory.append(
+            round(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
+        )
+    p50, p99 = (1e3 * np.quantile(times, (0.5, 0.99))).tolist()
+    about = {"clients": clients, "seconds": seconds, "batch_milliseconds": 5, "begun": begun}
+    return about | {"answered": dict(answered), "memory_mib": memory, "p50_ms": p50, "p99_ms": p99}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--clients", action="store_true")
+    mode.add_argument("--load", action="store_true")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     table = rows()
     with tempfile.TemporaryDirectory() as scratch:
@@ -150,12 +226,19 @@ def main(out: Path) -> None:
         own = [row for row in table if row["user"] == "u0"]
         request = {"request": {"user": "u0"}, "histories": {"seen": own}, "time": 1_700_100_000}
         found = []
-        for name in MODELS:
-            found += measure(name, export(name, folder / name, data), request, table[: max(CANDIDATES)])
-            print(json.dumps(found[-4:], indent=1))
+        for name in ("interformer",) if options.load else ("dlrm", "interformer") if options.clients else MODELS:
+            service = export(name, folder / name, data)
+            if options.clients:
+                body = json.dumps({**request, "candidates": table[:10]}).encode()
+                found += [{"model": name, "candidates": 10} | row for row in concurrent(service, body)]
+            elif options.load:
+                found.append({"model": name} | asyncio.run(load(service, {**request, "candidates": table[:10]})))
+            else:
+                found += measure(name, service, request, table[: max(CANDIDATES)])
+            print(json.dumps(found[-6:], indent=1))
     about = {"processor": platform.processor() or platform.machine(), "threads_of_pytorch": 1}
-    write_json(out, about | {"versions": versions.collect(), "width": 32, "events": EVENTS, "rows": found})
+    write_json(options.out, about | {"versions": versions.collect(), "width": 32, "events": EVENTS, "rows": found})
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

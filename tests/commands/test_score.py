@@ -122,7 +122,6 @@ def test_a_program_is_loaded_without_its_pickles(tmp_path: Path) -> None:
     assert scorer.WEIGHTS_ONLY not in os.environ
 
 
-@pytest.mark.reliability("a NaN in a request to score", "refused: request or candidate, feature and value")
 def test_numbers_that_are_not_finite_are_refused_by_name() -> None:
     source = build_source(SyntheticConfig(num_requests=20, eval_requests=2))
     batch = source.batch("test", np.array([0]))

@@ -57,7 +57,6 @@ def with_row(row: str) -> list[str]:
         ("1,9,1,0.5,1,1", "6 columns, expected 5"),
     ],
 )
-@pytest.mark.reliability("a malformed row", "named by file and row, or skipped and counted, by `data.bad_rows`")
 def test_malformed_row_is_named_or_skipped(tmp_path, caplog, row, message):
     with pytest.raises(ValueError, match=r"events\.csv, row 5") as error:
         build_source(config_of(tmp_path, with_row(row)))
@@ -79,7 +78,6 @@ def test_nothing_but_malformed_rows(tmp_path):
         build_source(config_of(tmp_path, ["1,1,1,x,1"], bad_rows="skip", max_skipped=1))
 
 
-@pytest.mark.reliability("more malformed rows than `data.max_skipped`", "refused, whatever `data.bad_rows` says")
 def test_more_malformed_rows_than_a_few_are_a_wrong_configuration(tmp_path):
     rows = [row.replace(",0.", ",about 0.") if number % 4 == 0 else row for number, row in enumerate(ROWS)]
     with pytest.raises(ValueError, match=r"10 of 40 rows .*=0\.1 lets .* row 1: column 'price' is about .*=0\.25$"):
@@ -103,7 +101,6 @@ def test_missing_numbers_and_labels_are_no_errors(tmp_path):
     assert batch.labels[added].isnan().all()
 
 
-@pytest.mark.reliability("NaN and infinity in Parquet columns", "named by file and row, or skipped and counted")
 def test_nan_and_infinity_in_parquet(tmp_path):
     for value in (float("nan"), float("inf")):
         table = {
@@ -172,7 +169,6 @@ def test_wrong_types(tmp_path):
         build_source(config_of(tmp_path, files=[str(tmp_path / "[ab].parquet")]))
 
 
-@pytest.mark.reliability("data files that are empty, absent or cut short", "refused by name")
 def test_files_that_are_empty_absent_or_cut_short(tmp_path):
     with pytest.raises(ValueError, match=r"events\.csv: the file is empty"):
         build_source(config_of(tmp_path, text=""))
@@ -238,7 +234,6 @@ def list_config(tmp_path, viewed: str, when: str, **changes) -> EventsConfig:
 
 
 @pytest.mark.parametrize("late", [100, 101])
-@pytest.mark.reliability("history events after the request", "an error, or trimmed and counted")
 def test_future_history_is_an_error_or_trimmed(tmp_path, caplog, late):
     times = f"5|{late}|7"
     with pytest.raises(ValueError, match=rf"row 2: column 'when' is 5\|{late}\|7, expected times before the row's own"):
@@ -250,7 +245,6 @@ def test_future_history_is_an_error_or_trimmed(tmp_path, caplog, late):
     assert batch.history_times.values().tolist() == [99, 5, 7, 5, 7]
 
 
-@pytest.mark.reliability("lists of one history that differ in length", "named by file and row")
 def test_lists_that_are_not_aligned(tmp_path):
     with pytest.raises(ValueError, match="row 2: column 'when' is 5, expected as many items as 'viewed'"):
         build_source(list_config(tmp_path, "1|2|3", "5"))
@@ -326,7 +320,6 @@ def test_no_label_at_all_and_no_training_row(tmp_path):
         build_source(config_of(tmp_path, ROWS[:1], split=[0.2, 0.4, 0.4]))
 
 
-@pytest.mark.reliability("a joined table with a repeated key or a bad value", "named by file and row")
 def test_joined_table_with_a_repeated_key_or_a_bad_value(tmp_path):
     side = tmp_path / "items.csv"
     joins = {"joins": [JoinConfig([str(side)], column="item")], "candidate_numeric": ["weight"]}
@@ -403,10 +396,6 @@ def test_other_sources(tmp_path):
         build_source(SyntheticConfig(num_items=10, num_categories=9))
 
 
-@pytest.mark.reliability(
-    "times after the year 9999, weights and numbers of 1e300",
-    "named by file and row, or skipped and counted",
-)
 @pytest.mark.parametrize(
     ("column", "value", "named"),
     [
@@ -456,17 +445,12 @@ def test_text_times_beyond_the_year_9999_are_bad(text):
     assert (bad[0], times[0] > 0) == ((True, False) if "12345" in text else (False, True))
 
 
-@pytest.mark.reliability(
-    "an unclosed CSV quote, with `data.csv_quotes=true`",
-    "named by file and row, without the rest of the file",
-)
 def test_an_open_quote_does_not_print_the_rest_of_the_file(tmp_path):
     with pytest.raises(ValueError, match=r"events\.csv, row 5: a quote that nothing closes") as told:
         build_source(config_of(tmp_path, [*ROWS[:4], '1,9,"1,0.5,1', *ROWS * 50], csv_quotes=True))
     assert len(str(told.value)) < 600 + len(str(tmp_path))
 
 
-@pytest.mark.reliability("a copy of a data file under another name", "a warning names both")
 def test_copies_of_files_are_told(tmp_path, caplog):
     config = config_of(tmp_path)
     (tmp_path / "other.csv").write_text((tmp_path / "events.csv").read_text().replace("0.1", "0.2"))

@@ -81,7 +81,6 @@ def test_experiments_overlay(tmp_path: Path) -> None:
         ("tracking.progress=yes", "never"),
     ],
 )
-@pytest.mark.reliability("a misspelt key or impossible value on the command line", "refused: the key, and what works")
 def test_a_wrong_key_or_value_is_named(override: str, named: str, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=named):
         train_here(tmp_path / "run", override)
@@ -94,7 +93,6 @@ def test_hydra_s_multirun_is_refused_with_the_sweep(tmp_path: Path) -> None:
     assert "python -m launch.sweep +experiment=NAME --over runtime.seed=0,1" in done.stderr
 
 
-@pytest.mark.reliability("a misspelt key in YAML", "refused by name")
 def test_a_misspelt_key_in_yaml_is_named(tmp_path: Path) -> None:
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     (tmp_path / "conf" / "experiment" / "typo.yaml").write_text("# @package _global_\noptimizer: {warmup: 3}\n")
@@ -178,7 +176,6 @@ def test_a_run_too_short_for_its_schedule_says_so(tmp_path: Path) -> None:
     assert "to reach it, lower optimizer.warmup_steps=3" in (tmp_path / "rising" / "train.log").read_text()
 
 
-@pytest.mark.reliability("more ranks than rows", "ranks without rows take part with empty batches")
 def test_more_ranks_than_rows(tmp_path: Path) -> None:
     few = ("data.num_requests=1", "runtime.epochs=2", "data.batch_size=4")
     train_ranks(2, tmp_path / "run", *few, base=TINY_DLRM)

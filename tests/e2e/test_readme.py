@@ -1,8 +1,8 @@
 """Every `bash` block of README.md and of the tutorial runs, in order, in a scratch copy of the repository.
 
 A comment `<!-- test: ... -->` above a block, which readers do not see, holds what is appended to each of its commands
-so that they end in seconds; nothing else is changed. A `yaml` or `python` block is saved under the path that its first
-line names; other `python` blocks run in test_docs.py.
+so that they end in seconds, SHORT for the overrides below; nothing else is changed. A `yaml` or `python` block is saved
+under the path that its first line names; other `python` blocks run in test_docs.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ import pytest
 from tests.launching import ROOT, environment
 
 PAGES = ("README.md", "docs/tutorial.md")
+SHORT = (
+    "runtime.steps=2 runtime.eval_steps=1 data.max_history=8 data.batch_size=8 data.eval_batch_size=512 "
+    "data.split=[0.9,0.09,0.01] data.num_workers=0 tracking.wandb=disabled tracking.tensorboard=false"
+)
 BLOCK = re.compile(r"(?:<!-- test:(?P<appended>.*?)-->\n)?```(?P<language>\w+)\n(?P<body>.*?)```", re.DOTALL)
 PATH = re.compile(r"# ([\w./-]+\.(?:yaml|py))\n")
 
@@ -40,7 +44,7 @@ def commands(page: str) -> list[str]:
         if block["language"] == "bash":
             body, appended = block["body"] or "", block["appended"]
             assert appended is not None, f"no <!-- test: --> comment above: {body}"
-            found += [f"{line} {appended.strip()}" for line in body.strip().splitlines()]
+            found += [f"{line} {appended.strip().replace('SHORT', SHORT)}" for line in body.strip().splitlines()]
     return found
 
 

@@ -78,10 +78,6 @@ def stub(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
-@pytest.mark.reliability(
-    "the network looks for a run's stores or gloo",
-    "one node listens on loopback only, several on `INTERFACE` if set",
-)
 @pytest.mark.parametrize("own_store", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_one_node_names_the_run_once_and_passes_its_arguments(
     environment: dict[str, str], tmp_path: Path, own_store: bool

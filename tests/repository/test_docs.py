@@ -103,6 +103,14 @@ def test_links_lead_to_files_and_headings() -> None:
     assert astray == []
 
 
+def test_the_readme_lists_every_page() -> None:
+    """Under "Pages", of which `make site` makes its navigation."""
+    listed = re.findall(
+        r"\]\((docs/\w+\.md)\)", (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Pages\n")[2]
+    )
+    assert sorted(listed) == sorted(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))
+
+
 def test_pages_with_blocks_are_found() -> None:
     assert {"README.md", "docs/jagged.md", "docs/moe.md", "docs/kernels.md"} <= set(PAGES)
     assert all((ROOT / page).exists() for page in OWN_TESTS)

@@ -41,6 +41,10 @@ def test_the_versions_are_a_row_of_the_doctors_table(device: str) -> None:
     assert (fbgemm, found["torchrec"], found["triton"]) == (row.fbgemm, row.torchrec, row.triton)
 
 
+def test_the_site_adds_packages_and_replaces_none() -> None:
+    assert not pins(ROOT / "requirements/docs.txt").keys() & (lock("cpu") | lock("cuda")).keys()
+
+
 def test_the_cpu_lock_holds_no_cuda() -> None:
     found = lock("cpu")
     assert found["torch"].endswith("+cpu")

@@ -49,7 +49,7 @@ def complete(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def call(
-    app: App, path: str, body: bytes = b"", kind: str | None = None, method: str = "", pieces: int = 1
+    app: App, path: str, body: bytes = b"", kind: str | None = None, method: str = "", pieces: int = 1, coding: str = ""
 ) -> tuple[int, dict[str, str], bytes]:
     """(status, headers, body) of a request whose body arrives in pieces."""
     parts = [body[len(body) * i // pieces : len(body) * (i + 1) // pieces] for i in range(pieces)]
@@ -57,7 +57,8 @@ async def call(
         {"type": "http.request", "body": part, "more_body": i + 1 < pieces} for i, part in enumerate(parts)
     ]  # fmt: skip
     given, sent = iter(messages), []
-    headers = [(b"content-type", kind.encode())] if kind else []
+    given_headers = ((b"content-type", kind), (b"content-encoding", coding))
+    headers = [(name, value.encode()) for name, value in given_headers if value]
 
     async def receive() -> dict[str, Any]:
         return next(given)
@@ -129,6 +130,8 @@ def test_what_is_wrong_is_answered_in_words(ranking: Rows, service: Service) -> 
             assert (answered, headers["content-type"]) == (status, "application/json")
             assert message in json.loads(said)["error"]
             assert headers.get("allow") == ("POST" if status == 405 else None)
+        answered, _, said = await call(app, "/score", b"", coding="gzip")
+        assert (answered, "content-encoding gzip is not read" in json.loads(said)["error"]) == (415, True)
         app.service = None  # type: ignore[assignment]
         answered, _, said = await call(app, "/score", b"[]")
         assert (answered, json.loads(said)) == (500, {"error": "internal error, see the server's log"})
@@ -340,5 +343,8 @@ def test_the_application_is_made_from_the_environment(
         create_app()
     monkeypatch.setenv("GEMSMITH_THREADS", "1")
     monkeypatch.setenv("GEMSMITH_MOST_REQUESTS", "7")
+    assert create_app().batches is None
+    monkeypatch.setenv("GEMSMITH_BATCH_MILLISECONDS", "5")
     app = create_app()
+    assert app.batches
     assert (app.service.tasks, app.most_requests, app.most_waiting) == (("click", "like"), 7, 64)

@@ -14,12 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from modules.batch import RequestBatch
 from modules.config import ManagedTable, ModelConfig
 from modules.models import MODELS
 from modules.models.baselines import DIN
 from modules.pretrained import PretrainedModel
 from tests.serving.conftest import Rows
 from train.checkpoint.publish import Place, Publisher
+from train.serving import following
 from train.serving.asgi import App
 from train.serving.following import PIN, Follower
 from train.serving.scorer import Scorer
@@ -134,9 +136,9 @@ def killed_after(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
         original = getattr(owner, name)
 
         def step(*arguments: object) -> object:
-            if len(done) == count:
-                raise Killed
             done.append(name)
+            if len(done) == count + 1:
+                raise Killed
             return original(*arguments)
 
         patch.setattr(owner, name, step)
@@ -145,6 +147,7 @@ def killed_after(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
         for name in ("names", "put", "text", "get", "delete", "versions"):
             counted(Place, name)
         counted(__import__("os"), "replace")
+        counted(following.Rows, "swap")
         with suppress(Killed):
             yield done
 
@@ -178,31 +181,82 @@ def test_a_run_that_is_killed_while_it_publishes(
         assert follower.look()
         assert_served(follower.scorer, training.state)
         assert not list(url.glob(".partial*"))
-        if len(done) < count:
+        if len(done) <= count:
             break
     else:
         raise AssertionError("a publication has more steps than this test expects")
 
 
+@pytest.mark.reliability(
+    "a scorer is killed, or runs out of memory, at any step of taking versions",
+    "what it serves is one whole version; it goes on, or restarted, to the newest, bit for bit",
+)
+@pytest.mark.parametrize("runs", [False, True], ids=["starting", "following"])
 def test_a_scorer_that_is_killed_while_it_follows(
-    ranking: Rows, exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: bool, ranking: Rows, exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, model = exported(DIN_SMALL, ranking)
-    training = Training(model)
+    training, states = Training(model), [dict(model.state_dict())]
     publisher = Publisher(Place(tmp_path), "run", ranking.source.fingerprint)
-    publisher.publish(training.step(), 1)
-    publisher.publish(training.step(), 2)
-    for count in range(40):
+    for step in (1, 2, 3):
+        states.append({name: tensor.clone() for name, tensor in training.step().items()})
+        publisher.publish(training.state, step)
+    for count in range(100):
         follower = Follower(Scorer(folder), tmp_path)
+        if runs:
+            (tmp_path / PIN).write_text("1")
+            assert follower.look()
+            (tmp_path / PIN).unlink()
         with killed_after(count, monkeypatch) as done:
             follower.look()
-        again = Follower(Scorer(folder), tmp_path)
-        assert again.look()
-        assert_served(again.scorer, training.state)
-        if len(done) < count:
+        assert is_version(follower.scorer, states)
+        follower = follower if runs else Follower(Scorer(folder), tmp_path)
+        follower.look()
+        assert (follower.version, follower.error) == (3, None)
+        assert_served(follower.scorer, training.state)
+        if len(done) <= count:
             break
     else:
         raise AssertionError("to follow takes more steps than this test expects")
+
+
+@pytest.mark.reliability(
+    "the folder or store that a scorer follows is emptied",
+    "the version stays and is logged; the run's next whole one is taken, whatever its number",
+)
+def test_a_place_that_begins_anew(
+    ranking: Rows, exported: Export, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, model = exported(DIN_SMALL, ranking)
+    for before, after in ((3, 1), (1, 1), (1, 2), (2, 4)):
+        place = tmp_path / f"{before} {after}"
+        training, follower = Training(model), None
+        for count in (before, after):
+            publisher = Publisher(Place(place), "run", ranking.source.fingerprint)
+            follower = follower or Follower(Scorer(folder), place)
+            assert not follower.look()
+            assert f"{place} holds no version" in caplog.messages[-1]
+            for _ in range(count):
+                publisher.publish(training.step(), training.steps)
+            assert follower.look()
+            assert_served(follower.scorer, training.state)
+            about = json.loads((place / f"{publisher.version:08d}.json").read_text())
+            for file in place.iterdir():
+                file.unlink()
+    old = about | {"version": 3, "previous": None, "time": about["time"] - 1}  # of a listing that is out of date
+    (place / "00000003.json").write_text(json.dumps(old))
+    assert not follower.look()
+    assert "the newest of" in str(follower.error)
+    assert_served(follower.scorer, training.state)
+    assert publisher.publish(training.step(), training.steps)["base"]  # or scorers that start would find none
+    assert follower.look()
+
+
+def test_a_folder_that_is_not_there_is_not_followed(ranking: Rows, exported: Export, tmp_path: Path) -> None:
+    scorer = Scorer(exported(DIN_SMALL, ranking)[0])
+    with pytest.raises(ValueError, match=f"no folder {tmp_path}/a/b to follow, but {tmp_path};"):
+        Follower(scorer, tmp_path / "a/b")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.reliability("publishing to a folder fails", "training goes on; the next version is a full base")
@@ -228,19 +282,27 @@ def test_a_publication_that_fails_is_made_good_by_the_next(
     assert_served(follower.scorer, training.state)
 
 
-def test_many_publications_take_bounded_room(ranking: Rows, exported: Export, tmp_path: Path) -> None:
+@pytest.mark.reliability(
+    "a run publishes a thousand versions (100 in `make test`)",
+    "the place stays below three times the weights, and its scorer at the newest version",
+)
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_many_publications_take_bounded_room(count: int, ranking: Rows, exported: Export, tmp_path: Path) -> None:
     folder, model = exported(DIN_SMALL, ranking)
-    training, follower = Training(model), Follower(Scorer(folder), tmp_path)
-    publisher = Publisher(Place(tmp_path), "run", ranking.source.fingerprint)
+    training, follower = Training(model), None
+    publisher, bases = Publisher(Place(tmp_path), "run", ranking.source.fingerprint), 0
     whole = publisher.publish(training.step(), 1)["bytes"]
-    for _ in range(150):
+    for _ in range(count):
         version = publisher.publish(training.touch(), training.steps)
         assert version["base"] or version["bytes"] < whole / 3
-        if training.steps % 20 == 0:
+        bases += version["base"]
+        if training.steps % 10 == 0:
+            follower = follower or Follower(Scorer(folder), tmp_path)
             follower.look()
             assert (follower.version, follower.error) == (version["version"], None)
-        if training.steps % 50 == 0:
             assert sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) < 3 * whole
+    assert bases
+    assert follower
     follower.look()
     assert_served(follower.scorer, training.state)
 
@@ -363,6 +425,32 @@ def test_calls_are_scored_with_one_version_each(ranking: Rows, exported: Export,
         thread.join()
     for result in found:
         assert any(torch.allclose(result, each, rtol=1e-5, atol=1e-6) for each in expected)
+
+
+def test_all_groups_of_a_call_are_scored_with_one_version(
+    ranking: Rows, exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.serving.service.MOST_PADDED", 1)
+    folder, model = exported(DIN_SMALL, ranking)
+    service, request = Service.from_pretrained(folder), ranking.request(60)
+    expected = service([request])
+    Publisher(Place(tmp_path), "run", ranking.source.fingerprint).publish(Training(model).step(), 1)
+    follower, score = Follower(service.scorer, tmp_path), Scorer.__call__
+    looking = threading.Thread(target=follower.look)
+
+    def scored(scorer: Scorer, batch: RequestBatch) -> Tensor:
+        found = score(scorer, batch)
+        if not looking.ident:
+            looking.start()
+            while not scorer.gate._closed and looking.is_alive():
+                time.sleep(0.001)
+        return found
+
+    monkeypatch.setattr(Scorer, "__call__", scored)
+    assert service([request] * 3) == expected * 3
+    looking.join(60)
+    assert follower.version == 1
+    assert service([request]) != expected
 
 
 def test_a_server_tells_how_stale_it_is(ranking: Rows, exported: Export, tmp_path: Path) -> None:

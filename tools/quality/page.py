@@ -20,59 +20,44 @@ PAGE = ROOT / "docs" / "quality.md"
 METRICS = ("auc", "gauc", "ne")
 KEPT_METRICS = ("ne", "auc", "gauc", "calibration")  # of `tools.quality.variants`
 BASE = "two epochs"  # the arm that others are held against there
-BEFORE = {"interformer": "interformer", "interformer_before": "interformer, before", "din_before": "din, before",
-          "din": "din, `table_std=0.01`"}  # fmt: skip
+
 
 INTRODUCTION = """\
 # Quality
 
-Written by `python -m tools.quality.page` from `docs/quality/`, whose files also have the validation NE of every setting
-tried and every run. Means over seeds with the 95 % interval of the mean (Student's t); leads are paired by seed. NE is
-normalised entropy: smaller is better, and below 1 beats predicting the training rate. GAUC compares candidates of one
-user only.
+Written by `python -m tools.quality.page` from `docs/quality/`, which also has every run and the validation NE of every
+setting. Means over seeds with the 95 % interval of the mean (Student's t); leads are paired by seed. NE is normalised
+entropy: smaller is better, and below 1 beats predicting the training rate. GAUC compares candidates of one user only.
 """
 HISTORIES = """\
 ## GAUC and what a history tells
 
 With ids only InterFormer has the best AUC and NE of MovieLens-1M and **the lowest GAUC**. The history of a held-out
-rating holds the user's held-out ratings before it, and of a given number of likes, the more came before the fewer are
-left. A model that follows the newest ratings, as InterFormer does by its recent tokens and self-attention, learns from
-them how the user rates these days, which orders users, and is misled about the order of one user's rows. The table
-below ranks the same test rows of trained models again with one history for each user, the one before the first of
-them, as the candidates of one request have: on 700 users of MovieLens-1M (the experiment on a CPU in float32 with
-batches of 512 and 30 events, three validations an epoch) the models then rank a user's movies alike. That costs all of
-them AUC, for the history is older. On the bundled ids, as events of their own, InterFormer leads DIN in GAUC; most test
-users are new there, their one history is empty, and GAUC without it is much lower and the same for both. Neither model
-nor default was changed for this.
+rating contains the user's earlier held-out ratings: of a given number of likes, the more came before, the fewer are
+left. A model that follows the newest ratings learns how the user rates these days, which orders users, and is misled
+about the order of one user's rows. The table ranks the same test rows of trained models again with one history a user,
+the one before the first of them: on 700 users of MovieLens-1M (CPU, float32, batches of 512, 30 events, three
+validations an epoch) the models then rank a user's movies alike, all with less AUC, for the history is older. On the
+bundled ids InterFormer leads DIN in GAUC; most test users are new there, so their one history is empty.
 
-Two more findings on MovieLens-1M: GAUC on validation still rises by 0.005 to 0.015 after the step of the best NE, for
-InterFormer and DIN alike; and a movie's mean training label alone has GAUC {movie:.4f} on the whole test split, about
-as much as the models with ids only.
+On MovieLens-1M, GAUC on validation rises by a further 0.005 to 0.015 after the step of the best NE; a movie's mean
+training label alone has GAUC {movie:.4f} on the whole test split, about as much as models with ids only.
 """
 SCREENING = """\
-## What was tried against memorised ids
+## Against memorised ids
 
-One seed each on MovieLens-1M as above and on the bundled ratings as ids and histories only
-(`data=movielens_ids`, three epochs). The validation NE chose what became a default, not the test. {about} Of
-norms on looked-up rows, `joint` is RMSNorm over all rows of a candidate, `none` is none on any token,
-`first_none` none on what was looked up; `eps1e-1` and `eps1e-2` add that number to the mean square. All others
-have RMSNorm on each row.
+What the validation NE says of single changes, one seed each, on MovieLens-1M as above and on the bundled ratings as
+ids and histories (`data=movielens_ids`, three epochs; [raw numbers](quality/screening.json)). {about}
 
-- **First rows of deviation 0.01** improve the validation NE of InterFormer, DIN and DCNv2 on both tables. With
-  features, on the bundled data, they cost DIN {din} AUC of `like` at the default rates. They are the default of
-  InterFormer alone; the others keep 1 / sqrt(width), of which all but InterFormer, GEM and the plain DIN chose the
-  same [there](#the-bundled-data). DLRM, which has inner products only, loses with them at these rates.
-- **0.01 added to the mean square** (`modules.layers.norms.row_norm`) improves on RMSNorm's validation NE on both
-  tables, raises GAUC on MovieLens-1M, and moves the best validation later. It is InterFormer's default. Over
-  five seeds on the bundled data both changes together make no difference in `like` that is outside of the
-  interval, and GAUC of `love` rises (`before` in the first table below).
-- **No gain on either table**: a fourth or a tenth of the tables' rate, fused Adam, decay of tables (1) or of
-  matrices (0.3), a separate table for histories, a restoring MLP that starts at zero.
-- **Gains on one table**: dropout of layers, embeddings, user ids and histories on the bundled ids, and norms
-  over all rows of a candidate there; `optimizer.ema_decay=0.99` on MovieLens-1M. They stay keys.
-- **One layer** is as good as two on MovieLens-1M and worse on the bundled ids.
-- Differences on the bundled ids are noisy: there test and validation order several settings differently.
-- **Not tried**: GDPA, Muon, WSD, smaller widths.
+- **First rows of deviation 0.01** (`model.table_std`) help InterFormer, DIN and DCNv2 on both tables and harm DLRM.
+  With features, on the bundled data, they cost DIN {din} AUC of `like` at the default rates. They are InterFormer's
+  default alone.
+- **0.01 added to the mean square** of looked-up rows (`modules.layers.norms.row_norm`, InterFormer's default) helps on
+  both tables, raises GAUC on MovieLens-1M, and moves the best validation later.
+- **No gain on either table**: a fourth or a tenth of the tables' rate, fused Adam, decay of tables (1) or of matrices
+  (0.3), a separate table for histories.
+- **Gains on one table**: dropout of layers, embeddings, user ids and histories on the bundled ids;
+  `optimizer.ema_decay=0.99` on MovieLens-1M.
 """
 
 
@@ -90,6 +75,7 @@ def wrapped(text: str) -> str:
     """Markdown paragraphs and lists with lines of up to 120 characters."""
     lines = []
     for piece in re.split(r"\n(?=- |\n)", text):
+        lines += [""] if piece.startswith("\n") else []
         words = " ".join(piece.split())
         indent = "  " if words.startswith("- ") else ""
         lines.append(
@@ -120,18 +106,6 @@ def half(values: np.ndarray) -> float:
 
 def interval(values: np.ndarray) -> str:
     return f"{values.mean():.4f} ± {half(values):.4f}"
-
-
-def before(groups: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
-    """Table of the bundled data with the defaults that the screening chose, and with those before."""
-    tasks = ("like", "love")
-    heads = [f"{task} {metric.upper()}" for task in tasks for metric in METRICS]
-    lines = [f"|  | {' | '.join(heads)} |", "|" + "---|" * (1 + len(heads))]
-    for name, label in BEFORE.items():
-        runs = groups[name].values()
-        cells = [interval(np.array([run["test"][f"{task}/{m}"] for run in runs])) for task in tasks for m in METRICS]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return lines
 
 
 def section_table(section: Section, content: dict[str, Any]) -> list[str]:
@@ -185,7 +159,7 @@ def sections() -> list[str]:
             about = content["about"]
             number = len(about["seeds"])
             where = f"{number} seed{'s' * (number > 1)}, {about['device']}, commit {about['commit']}."
-            text = wrapped(f"## {section.title}\n\n{section.text} {where}")
+            text = wrapped(f"## {section.title}\n\n{section.text}\n\n{where}")
             lines += [text, *section_table(section, content), ""]
     return lines
 
@@ -267,8 +241,7 @@ def variants() -> list[str]:
 
 def page() -> str:
     screened, _ = stored("screening")
-    about, runs = stored("defaults")
-    groups = seeds(runs)
+    groups = seeds(stored("defaults")[1])
     change = np.array(
         [groups["din_before"][s]["test"]["like/auc"] - groups["din"][s]["test"]["like/auc"] for s in groups["din"]]
     )
@@ -281,10 +254,7 @@ def page() -> str:
         wrapped(read),
         *one_history(),
         "",
-        wrapped(SCREENING.format(about=where, din=interval(change))),
-        f"By `+experiment=movielens_quality`, five seeds, {about['device']}, commit {about['commit']}:",
-        "",
-        *before(groups),
+        wrapped(SCREENING.format(about=where, din=interval(change))).rstrip(),
         "",
     ]
     return "\n".join(lines)

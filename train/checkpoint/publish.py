@@ -4,8 +4,8 @@ A version is a manifest, `00000012.json`, and a file of tensors of each rank, `0
 rows that differ from those of the version before, of tables and of all other weights; a base holds all. The manifest,
 which has size and CRC-32 of each file, is written last, and files appear whole: what has no manifest is not there. A
 run that is started again begins with a base, and so does one whose last publication failed, since nobody knows what a
-scorer has seen of it. There is a new base, too, when the versions since the last one have as many bytes; everything
-before it is deleted then, so that a place holds at most about three times the weights.
+scorer has seen of it, or whose last base is gone. There is a new base, too, when the versions since the last one have
+as many bytes; everything before it is deleted then, so that a place holds at most about three times the weights.
 
 Rows are compared by fingerprints of 64 bits, of which each rank keeps those of its own: whatever changes a row, an
 optimiser, an average or an id that takes it over, is seen, and no step of training takes longer.
@@ -64,6 +64,9 @@ class Place:
         except (ImportError, ValueError) as error:
             raise ValueError(f"{url}: {error}; name a folder, or a URL whose package for fsspec is installed") from None
         self.is_local = isinstance(self.files, LocalFileSystem)
+
+    def create(self) -> None:
+        """For who writes. One who reads a folder that is not there has mistyped it."""
         if self.is_local:
             Path(self.root).mkdir(parents=True, exist_ok=True)
 
@@ -96,6 +99,7 @@ class Place:
 
     def put(self, name: str, write: Callable[[Path], None]) -> dict[str, int]:
         """Let `write` make a file, which then appears here. Its size and checksum."""
+        self.create()
         with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=self.root if self.is_local else None) as scratch:
             file = Path(scratch, name)
             write(file)
@@ -136,10 +140,20 @@ class Publisher:
         self.place, self.run, self.fingerprint, self.world = place, run, fingerprint, world
         self._known: dict[tuple[str, int, int], Tensor] = {}  # fingerprints of the rows of this rank's parts
         self._base = self._since = self._count = 0  # bytes of the last base, bytes and number of versions after it
-        self._based = False
-        self.version = self._last() if world is None else world.by_first(self._last)
+        self._based = 0  # version of the last base; 0: the next one is a base
+        self.version = self._of_first(self._last)
+
+    def _of_first(self, function: Callable[[], int]) -> int:
+        return function() if self.world is None else self.world.by_first(function)
+
+    def _lacks_base(self) -> int:
+        try:
+            return f"{self._based:08d}{MANIFEST}" not in self.place.names()
+        except Exception:  # of stores, too; then what is written fails, and for all ranks
+            return True
 
     def _last(self) -> int:
+        self.place.create()
         self.place.clean()
         versions = self.place.versions()
         if not versions:
@@ -159,10 +173,10 @@ class Publisher:
         Returns its number and bytes, and whether it is a base. OSError, on all ranks, if one could not write:
         then this version is none, and the next one a base.
         """
-        is_base = not self._based or self._since > self._base or self._count >= MOST
+        is_base = not self._based or self._since > self._base or self._count >= MOST or self._of_first(self._lacks_base)
         if is_base:
             self._known = {}
-        self.version, self._based = self.version + 1, False
+        last_base, self.version, self._based = self._based, self.version + 1, 0
         changed: dict[str, Tensor] = {}
         for name, row, column, tensor in parts(state, self.world is None or self.world.is_first):
             now = fingerprints(tensor)
@@ -189,7 +203,7 @@ class Publisher:
         }
         self._gathered(lambda: self._conclude(about) if self.world is None or self.world.is_first else {})
         size = sum(each["bytes"] for each in files.values())
-        self._based = True
+        self._based = self.version if is_base else last_base
         if is_base:
             self._base, self._since, self._count = size, 0, 0
         else:

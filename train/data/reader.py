@@ -291,7 +291,9 @@ class RequestReader:
             return texts_as_ids(values)
         except WRONG:
             place, _ = first_wrong(values, texts_as_ids) or (0, None)
-            raise ValueError(f"{whose} has {name}={shown(values[place])}; it must be one id, not several") from None
+            raise ValueError(
+                f"{whose} has {name}={shown(values[place])}; it must be one id: a number, or text in Unicode"
+            ) from None
 
     def _numbers(
         self,

@@ -29,6 +29,7 @@ from typing import Any
 
 from train.data.values import cut
 from train.record.prometheus import TEXT
+from train.serving.batching import Batches, Results
 from train.serving.following import Follower
 from train.serving.formats import from_arrow_stream, from_json, from_json_lines, to_arrow_stream
 from train.serving.metrics import Metrics
@@ -37,7 +38,6 @@ from train.serving.service import Service
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Results = list[Mapping[str, Any]]
 
 log = logging.getLogger(__name__)
 JSON, FORM, LINES, ARROW = (
@@ -70,19 +70,30 @@ class App:
         most_requests: int = 10_000,
         body_seconds: float = 10,
         drain_seconds: float = 30,
+        batch_milliseconds: float = 0,
+        batch_candidates: int = 4096,
     ) -> None:
         """`threads` score at once; `most_waiting` calls send their body, wait or are scored. A body has up to
         `most_bytes`, decompressed too, and `most_requests`, and arrives within `body_seconds`. Calls that are open when
         the server stops have `drain_seconds` to end. A `follower` of the service's scorer is started, and stopped.
+        With `batch_milliseconds` calls that come so soon after another are scored with it, up to `batch_candidates`;
+        ValueError for a service that keeps user sides, which it does for one request at a time.
         """
+        self.batches: Batches | None = None
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="score")
+        if batch_milliseconds:
+            if service.scorer.user_sides is not None:
+                raise ValueError("user sides are kept of calls that are scored one by one; use batch_milliseconds=0")
+            seconds = batch_milliseconds / 1e3
+            self.batches = Batches(service, service.check, self._threads, seconds, batch_candidates)
         self.follower = follower
         if follower is not None:
             follower.start()
-        self._measured = [part for part in (follower, service.scorer.user_sides) if part is not None]
+        parts = (follower, service.scorer.user_sides, self.batches)
+        self._measured = [part for part in parts if part is not None]
         self.service, self.metrics, self.draining = service, Metrics(), False
         self.most_waiting, self.most_bytes, self.most_requests = most_waiting, most_bytes, most_requests
         self.body_seconds, self.drain_seconds = body_seconds, drain_seconds
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="score")
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -157,6 +168,8 @@ class App:
         kind = headers.get(b"content-type", JSON.encode()).decode("latin-1").partition(";")[0].strip().lower()
         if kind not in CODECS:
             raise HTTPError(415, f"content-type {cut(kind)} is not read; {SEND}")
+        if (coding := headers.get(b"content-encoding", b"identity").decode("latin-1")) != "identity":
+            raise HTTPError(415, f"content-encoding {cut(coding)} is not read; send the body as it is")
         if self.draining:
             raise HTTPError(503, "the server stops; ask another one")
         if self.metrics.in_flight >= self.most_waiting:
@@ -172,23 +185,34 @@ class App:
             except TimeoutError:
                 raise HTTPError(408, f"the body did not arrive within {self.body_seconds:g} s") from None
             start = time.perf_counter()
-            loop = asyncio.get_running_loop()
-            answer, requests, candidates = await loop.run_in_executor(self._threads, self._scored, kind, body)
+            answer, requests, candidates = await self._scored(kind, body)
         finally:
             self.metrics.in_flight -= 1
         self.metrics.scored(requests, candidates, time.perf_counter() - start)
         return JSON if kind == FORM else kind, answer
 
-    def _scored(self, kind: str, body: bytes) -> tuple[bytes, int, int]:
-        """In a thread: the answer to a body, how many requests it had and how many candidates."""
+    async def _scored(self, kind: str, body: bytes) -> tuple[bytes, int, int]:
+        """The answer to a body, how many requests it had and how many candidates."""
+
+        def alone() -> tuple[bytes, int, int]:
+            return self._written(kind, self.service(self._requests(kind, body)))
+
+        def in_thread(function: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
+            return asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+        if self.batches is None:
+            return await in_thread(alone)
+        results = await self.batches(await in_thread(self._requests, kind, body))
+        return await in_thread(self._written, kind, results)
+
+    def _requests(self, kind: str, body: bytes) -> list[Any]:
         if kind == FORM and body.lstrip()[:1] not in (b"{", b"["):
             raise HTTPError(415, f"a form is not read; {SEND}")
-        requests = (
-            from_arrow_stream(body, self.most_requests, self.most_bytes)
-            if kind == ARROW
-            else (from_json_lines if kind == LINES else from_json)(body, self.most_requests)
-        )
-        results = self.service(requests)
+        if kind == ARROW:
+            return from_arrow_stream(body, self.most_requests, self.most_bytes)
+        return (from_json_lines if kind == LINES else from_json)(body, self.most_requests)
+
+    def _written(self, kind: str, results: Results) -> tuple[bytes, int, int]:
         candidates = sum(len(result[self.service.tasks[0]]) for result in results)
         return CODECS[kind](results), len(results), candidates
 
@@ -196,16 +220,16 @@ class App:
         return HTTPError(413, f"a body has up to {self.most_bytes} bytes; send fewer requests at once")
 
     async def _body(self, receive: Receive) -> bytes:
-        parts, size, more = [], 0, True
+        body, more = bytearray(), True  # of however many parts
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise HTTPError(400, "the client left before its request was whole")
-            parts.append(message.get("body", b""))
-            size, more = size + len(parts[-1]), message.get("more_body", False)
-            if size > self.most_bytes:
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self.most_bytes:
                 raise self._too_large()
-        return b"".join(parts)
+        return bytes(body)
 
 
 def _json(value: Any) -> bytes:
@@ -252,7 +276,7 @@ def create_app() -> App:
     for name, setting in inspect.signature(App).parameters.items():
         if setting.kind is not setting.KEYWORD_ONLY:
             continue
-        settings[name] = _number(name.upper(), setting.default)
+        settings[name] = _number(name.upper(), setting.default, least=min(1, setting.default))
     service = Service.from_pretrained(folder, _number("USER_SIDE_BYTES", 0, least=0))
     place, seconds = os.environ.get("GEMSMITH_FOLLOW"), _number("FOLLOW_SECONDS", 5)
     return App(service, Follower(service.scorer, place, seconds) if place else None, **settings)

@@ -56,8 +56,13 @@ class Follower:
     """
 
     def __init__(self, scorer: Scorer, place: str | Path, seconds: float = 5.0) -> None:
-        """ValueError for a scorer whose weights cannot be changed."""
+        """ValueError for a scorer whose weights cannot be changed, and for a folder that is not there."""
         self.scorer, self.place, self.seconds = scorer, Place(place), seconds
+        if self.place.is_local and not (folder := Path(self.place.root)).is_dir():
+            nearest = next(each for each in folder.parents if each.exists())
+            raise ValueError(
+                f"there is no folder {folder} to follow, but {nearest}; a run with publish.every makes it at its start"
+            )
         self.error: str | None = None
         self.failures = 0
         self._targets = scorer.weights()
@@ -99,31 +104,31 @@ class Follower:
 
     def look(self) -> bool:
         """Go to the newest version; whether there was one to go to. What fails is in `error`, and tried again."""
-        before = self.version
+        before = self._about
         try:
             self._follow()
             self.error = None
         except Exception as error:  # of stores, too: a thread that ended would leave the scorer to grow old in silence
             self.failures += 1
             if str(error) != self.error:
-                log.warning("version %s stays: %s", before, error)
+                log.warning("%s stays: %s", f"version {self.version}" if self._about else "the export", error)
             self.error = str(error)
-        return self.version != before
+        return self._about is not before
 
     def _follow(self) -> None:
         versions = self.place.versions()
-        last = versions[-1] if versions else None
+        if not versions:
+            raise ValueError(f"{self.place.root} holds no version")
         if PIN in self.place.names():
             pinned = self.place.text(PIN).strip()
             if not pinned.isdecimal():
                 raise ValueError(f"{self.place.root}/{PIN} holds {pinned[:20]!r}; write the number of a version")
-            last = min(int(pinned), last or 0)
-        if last is None or last == self.version:
-            return
-        if self.version is not None and last < self.version:
-            self._back(last)
-            return
-        for about in self._path([version for version in versions if version <= last]):
+            if self.version is not None and int(pinned) <= self.version:
+                if int(pinned) < self.version:
+                    self._back(int(pinned))
+                return
+            versions = [version for version in versions if version <= int(pinned)]
+        for about in self._path(versions):
             self._take(about)
 
     def _back(self, version: int) -> None:
@@ -138,18 +143,24 @@ class Follower:
         self._about, self._before = before, None
         log.info("back at version %d", version)
 
-    def _path(self, versions: list[int]) -> Iterator[dict[str, Any]]:
-        """The manifests from the one served, or from the newest base, to the last. ValueError for a gap."""
+    def _path(self, versions: list[int]) -> list[dict[str, Any]]:
+        """The manifests from the one served, or from the newest base, to the last. ValueError for a gap.
+
+        What is served is known by its whole manifest: in a place that was emptied, numbers begin anew.
+        """
         chain: list[dict[str, Any]] = []
         for version in reversed(versions):
-            if version == self.version:
+            about = self._manifest(version)
+            if about == self._about:
                 break
-            chain.append(self._manifest(version))
-            if chain[-1]["previous"] is None:
+            if self._about and version <= self._about["version"] and about["time"] <= self._about["time"]:
+                raise ValueError(f"the newest of {self.place.root} is {versions[-1]}, older than what is served")
+            chain.append(about)
+            if about["previous"] is None:
                 break
         else:
             raise ValueError(f"{self.place.root} has no base, nor all versions after {self.version}")
-        yield from reversed(chain)
+        return chain[::-1]
 
     def _manifest(self, version: int) -> dict[str, Any]:
         about = self.place.manifest(version)
@@ -174,8 +185,15 @@ class Follower:
                 tensors += load_file(file).items()
             changes = self._changes(tensors, complete=about["previous"] is None)
         with self._alone():
-            before = [change.swap() for change in changes]
-            self._forget()
+            before: list[Rows] = []
+            try:
+                before.extend(change.swap() for change in changes)
+            except BaseException:  # for memory: rows of two versions must not be served
+                for rows in reversed(before):
+                    rows.swap()
+                raise
+            finally:
+                self._forget()
         self._before, self._about = (self._about, before), dict(about)
         log.info("version %d, of step %d", about["version"], about["step"])
 

@@ -39,20 +39,28 @@ SMALLEST = 16
 
 
 class Gate:
-    """Many may pass at once, or one with the door closed, who waits for those inside and lets nobody in."""
+    """Many may pass at once, or one with the door closed, who waits for those inside and lets nobody in.
+
+    Who is inside may pass again, and does not wait.
+    """
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
+        self._condition, self._of_thread = threading.Condition(), threading.local()
         self._inside, self._closed = 0, False
 
     @contextmanager
     def passing(self) -> Iterator[None]:
+        if getattr(self._of_thread, "inside", False):
+            yield
+            return
         with self._condition:
             self._condition.wait_for(lambda: not self._closed)
             self._inside += 1
+        self._of_thread.inside = True
         try:
             yield
         finally:
+            self._of_thread.inside = False
             with self._condition:
                 self._inside -= 1
                 self._condition.notify_all()
@@ -140,18 +148,9 @@ class Scorer:
         """Predictions [C, outputs] of the candidates of all requests, probabilities of binary tasks; a task of several
         classes has a column for each.
 
-        ValueError for too many candidates or events of a request, and numbers that are not finite (of a batch on the
-        host; one that is on the GPU already is not read back).
+        ValueError for what `check` refuses.
         """
-        most = _most_candidates(batch)
-        if most > self.max_candidates:
-            raise ValueError(
-                f"a request has 0 to {self.max_candidates} candidates here, got {most}; score fewer at once, or export "
-                f"with max_candidates={most}"
-            )
-        if batch.row.device.type == "cpu":
-            _refuse_not_finite(batch, self.spec)
-        self._refuse_long(batch)
+        self.check(batch)
         if batch.num_candidates == 0:
             return torch.zeros(0, self.spec.num_outputs, device=self.device)
         key = None
@@ -165,6 +164,19 @@ class Scorer:
             if key is not None:
                 return self.losses.predict(self._by_halves(key, batch))
             return self.losses.predict(self._logits(self.embedding(batch), batch))
+
+    def check(self, batch: RequestBatch) -> None:
+        """ValueError for too many candidates or events of a request, and numbers that are not finite (of a batch on the
+        host; one that is on the GPU already is not read back)."""
+        most = _most_candidates(batch)
+        if most > self.max_candidates:
+            raise ValueError(
+                f"a request has 0 to {self.max_candidates} candidates here, got {most}; score fewer at once, or export "
+                f"with max_candidates={most}"
+            )
+        if batch.row.device.type == "cpu":
+            _refuse_not_finite(batch, self.spec)
+        self._refuse_long(batch)
 
     def _by_halves(self, key: bytes, batch: RequestBatch) -> Tensor:
         assert self.user_sides is not None
@@ -184,7 +196,7 @@ class Scorer:
     def weights(self) -> dict[str, list[Tensor]]:
         """Those that calls read, in place, by their names in training.
 
-        ValueError for a compiled program, which holds its own.
+        ValueError for a compiled program, which has the small ones in its code, where nothing replaces them.
         """
         if isinstance(self._loaded, AOTICompiledModel):
             raise ValueError(

@@ -44,11 +44,17 @@ class Service:
             self.read.batch(requests)  # numbers them as the caller does
             raise
         results: list[dict[str, list[Any]]] = [{}] * len(requests)
-        for group, batch in zip(groups, batches, strict=True):
-            columns = self._by_task(self.scorer(batch).tolist())
-            for place, (first, end) in zip(group, pairwise(batch.candidate_offsets.tolist()), strict=True):
-                results[place] = {task: values[first:end] for task, values in columns.items()}
+        with self.scorer.gate.passing():  # all of a call by one version
+            for group, batch in zip(groups, batches, strict=True):
+                columns = self._by_task(self.scorer(batch).tolist())
+                for place, (first, end) in zip(group, pairwise(batch.candidate_offsets.tolist()), strict=True):
+                    results[place] = {task: values[first:end] for task, values in columns.items()}
         return results
+
+    def check(self, requests: Sequence[Mapping[str, Any]]) -> None:
+        """ValueError for requests that a call refuses."""
+        if requests:
+            self.scorer.check(self.read.batch(requests))
 
     def _by_task(self, rows: list[list[float]]) -> dict[str, list[Any]]:
         spec, columns, first = self.scorer.spec, {}, 0

@@ -59,10 +59,6 @@ DATA = ["log/a.parquet", "log/day.parquet/part-0.parquet", *TREE[9:12]]
         ("log/_delta_l?g/*.parquet", None),
     ],
 )
-@pytest.mark.reliability(
-    "unfinished, notebook and table-format files below `data.files`",
-    "names that begin with `.` or `_` are left out; folders that match are read",
-)
 def test_hidden_files_are_left_out_and_folders_are_read(
     tmp_path: Path, remote: bool, pattern: str, found: list[str] | None
 ) -> None:

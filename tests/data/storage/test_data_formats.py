@@ -123,7 +123,6 @@ def tarred() -> bytes:
     ],
     ids=lambda value: value if isinstance(value, str) else "content",  # which has the time in it
 )
-@pytest.mark.reliability("data files of an unsupported format", "refused by file and format, with the supported ones")
 def test_other_formats_are_named(tmp_path: Path, content: bytes, name: str) -> None:
     (tmp_path / "a.csv").write_bytes(content)
     with pytest.raises(ValueError, match=rf"a\.csv is {name}, which is not read here; Parquet, ORC, Arrow"):
@@ -169,10 +168,6 @@ IDS = [uuid.UUID(int=i % 3 + (7 << 120)) for i in range(N)]
     ],
 )
 @pytest.mark.parametrize("rows_at_once", [16, 1000])
-@pytest.mark.reliability(
-    "a column's type differs between files",
-    "each file's values keep their meaning; an impossible type is refused by file and column",
-)
 def test_types_that_differ_mean_what_each_file_says(
     tmp_path: Path, name: str, first: Any, second: Any, rows_at_once: int
 ) -> None:

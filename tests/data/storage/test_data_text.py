@@ -165,10 +165,6 @@ def _table_vectors(folder: Path, past: str, note: str) -> EventsConfig:
 
 @pytest.mark.parametrize("kind", [_labelled, _joined, _log, _table_vectors])
 @pytest.mark.parametrize(("past", "note"), [(LONG, "x"), ("1|2", SPANNING)], ids=["long row", "lines in quotes"])
-@pytest.mark.reliability(
-    "text rows and quoted lines that span read blocks",
-    "read whole, in rows, joins, logs and vectors",
-)
 def test_every_text_file_has_long_rows_and_quoted_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[..., EventsConfig], past: str, note: str
 ) -> None:
@@ -178,10 +174,6 @@ def test_every_text_file_has_long_rows_and_quoted_lines(
     assert sum(len(whole(source, split).row) for split in ("train", "valid", "test")) == 40
 
 
-@pytest.mark.reliability(
-    "a last column opens a quote that a later row, or none, closes",
-    "the quote is text, a warning names its row, and no row is lost",
-)
 @pytest.mark.parametrize("rows", [40, 30_000])
 @pytest.mark.parametrize("end", ["", 'the end"'])
 def test_an_open_quote_swallows_no_row(tmp_path, caplog, rows, end):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -41,10 +40,6 @@ def saved_moments(checkpoint: Path) -> dict[str, Tensor]:
     return {name: moments.view(-1, rows[name]) for name, moments in state.items()}
 
 
-@pytest.mark.reliability(
-    "tables split by columns resume under another split, with row-wise Adagrad",
-    "moments are merged exactly, and copied where a shard is split",
-)
 def test_tables_split_by_columns_resume_under_another_plan(tmp_path: Path) -> None:
     run_dir, rows, columns = tmp_path / "run", "[row_wise]", "[column_wise]"
     for steps, kind, ranks in ((2, columns, 2), (4, rows, 2), (6, columns, 2), (8, "[table_wise]", 1)):

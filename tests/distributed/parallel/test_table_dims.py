@@ -23,7 +23,6 @@ def steps(ranks: int) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", pytest.param("table_wise", marks=pytest.mark.nightly)])
-@pytest.mark.reliability("a run with tables of several widths restarts", "it resumes, on one or two ranks")
 def test_two_ranks_learn_what_one_does_and_resume(sharding: str, tmp_path: Path) -> None:
     whole, resumed, alone = (tmp_path / name for name in ("whole", "resumed", "alone"))
     kind = f"parallel.sharding_types=[{sharding}]"

@@ -61,7 +61,6 @@ def auc(run_dir: Path) -> float:
     return json.loads((run_dir / "results.json").read_text())["test"]["click/auc"]
 
 
-@pytest.mark.reliability("a run with vectors by id restarts", "it resumes with the same vectors")
 def test_vectors_of_ids_that_were_never_trained(tmp_path: Path) -> None:
     files = write(tmp_path)
     alone, both, resumed, without = (tmp_path / name for name in ("alone", "both", "resumed", "without"))

@@ -1,4 +1,4 @@
-"""Ranking models give a vector of each request, as wide as docs/scoring.md says, that depends on no candidate."""
+"""Ranking models give a vector of each request, of a known width, that depends on no candidate."""
 
 from __future__ import annotations
 

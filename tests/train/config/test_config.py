@@ -16,8 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from modules.models.kunlun import KunlunConfig
 from train.commands.doctor import ROOT
 from train.config.compose import from_dict, to_config
-from train.config.schema import Config, EventsConfig, register_schema
-from train.process import length
+from train.config.schema import EventsConfig, register_schema
 
 
 @pytest.mark.parametrize(
@@ -119,10 +118,6 @@ from train.process import length
         ("model=gem model.layers=[{pffn_gdpa:{out_scale:inf}}]", "model.layers.0.pffn_gdpa.out_scale=inf must be fin"),
     ],
 )
-@pytest.mark.reliability(
-    "a configuration value beyond its key's limits",
-    "refused before the start: key, limit, and a value that works",
-)
 def test_a_value_that_cannot_work_is_refused(override: str, message: str) -> None:
     register_schema()
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
@@ -152,7 +147,6 @@ def composed(*overrides: str) -> DictConfig:
 
 
 @pytest.mark.parametrize("data", [("data=synthetic",), ("data=avazu", "data.files=[a.csv]")])
-@pytest.mark.reliability("NaN or infinity as a configuration value", "refused before the start, naming the key")
 def test_a_number_that_is_not_finite_is_refused(data: tuple[str, ...]) -> None:
     good = composed(*data)
     keys = float_keys(to_config(good))
@@ -210,20 +204,6 @@ def test_tables_of_names_grow_on_the_command_line_as_the_documentation_says() ->
     assert data.labels.keys() == {"click", "good"}
     assert data.histories["cart"].fields == ["item_id"]
     assert (data.missing_fill, data.table_min_count) == ({"price": 0}, {"user_id": 10})
-
-
-def test_defaults_that_the_documentation_tells_are_those_of_the_configuration() -> None:
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        config: Config = to_config(compose("train", overrides=["data=synthetic"]))
-    length.settle(config, 1000, validated=True)
-    page = (ROOT / "docs/optimization.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\|.*\| (`\w+\.\w+`.*) \| ([\d., ]+) \|$", page, re.MULTILINE)
-    assert len(rows) == 11
-    for keys, defaults in rows:
-        sections = [key.split(".") for key in re.findall(r"`([\w.]+)`", keys)]
-        told = [float(number) for number in defaults.split(", ")]
-        assert [getattr(getattr(config, group), name) for group, name in sections] == told, keys
 
 
 def test_a_loss_of_one_s_own_is_of_the_labels_that_the_data_have() -> None:

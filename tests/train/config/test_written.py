@@ -31,10 +31,6 @@ KEYS = [
 @pytest.mark.parametrize(
     "value", ["01234", "1_000", "12:30", "0x1F", "0b11", "+5", "1e5", "1.50", ".5", "NO", "yes", "off"]
 )
-@pytest.mark.reliability(
-    "a YAML id that YAML changes (01234 is 668, NO is false)",
-    "refused by file, line and key, with the right spelling",
-)
 def test_ids_that_yaml_reads_as_others_are_refused(tmp_path: Path, value: str, key: str) -> None:
     folder = folder_of(tmp_path, value, key)
     with pytest.raises(

@@ -42,7 +42,6 @@ def test_a_log_on_a_full_disk_is_told_once(capsys: pytest.CaptureFixture[str]) -
         handler.close()
 
 
-@pytest.mark.reliability("a file exceeds `ulimit -f`", "the error says so")
 def test_a_limit_of_file_sizes_is_told(tmp_path: Path) -> None:
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     assert "ulimit" not in room(tmp_path) or usual[0] != resource.RLIM_INFINITY

@@ -50,7 +50,6 @@ def test_a_run_that_ended_leaves_no_lock(tmp_path: Path) -> None:
     assert ended.stdout == b"held\n", ended.stderr
 
 
-@pytest.mark.reliability("a read-only run directory", "refused by key before anything is built")
 def test_a_folder_that_cannot_be_written_is_refused() -> None:
     # Of a file system in which not even root makes folders.
     with pytest.raises(ValueError, match=r"runtime\.run_dir=/sys/run cannot be written: .*/sys/run.*runtime\.run_dir="):

@@ -79,10 +79,6 @@ def test_metrics_are_those_of_the_run(endpoint: Endpoint, tmp_path: Path) -> Non
     assert math.isnan(found['gemsmith_metric{split="train",task="a \\"b\\"\\\\",metric="ne"}'])
 
 
-@pytest.mark.reliability(
-    "no step ends, with `tracking.http_port`",
-    "`/healthz` says 503 after `tracking.http_healthy` seconds, except in validations, checkpoints and results",
-)
 def test_a_run_that_ends_no_step_is_not_healthy(endpoint: Endpoint) -> None:
     endpoint.advance()
     assert get(endpoint.address[1], "/healthz") == (200, "step 4 of 10\n")
@@ -116,7 +112,6 @@ def port() -> int:
         return taken.getsockname()[1]
 
 
-@pytest.mark.reliability("`tracking.http_port` is in use", "one warning; the run goes on")
 def test_a_port_in_use_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

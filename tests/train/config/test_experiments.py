@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,11 @@ EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml
 
 
 def composed(experiment: str) -> Config:
+    return copy.deepcopy(_composed(experiment))
+
+
+@cache
+def _composed(experiment: str) -> Config:
     register_schema()
     with initialize_config_dir(str(CONFIGS), version_base=None):
         return to_config(compose("train", overrides=[f"+experiment={experiment}"]))

@@ -25,6 +25,6 @@ for results in "$(dirname "$RUN_DIR")"/*/results.json; do  # in the order of nam
 done
 if [[ -n $before ]]; then
   echo "going on from $before"
-  set -- "$@" "checkpoint.load='$before'" checkpoint.load_optimizer=true "data.vocabulary_of='$before'"
+  set -- "$@" "checkpoint.load='$before'" checkpoint.load_what=optimizer "data.vocabulary_of='$before'"
 fi
 exec "$root/launch/torchrun.sh" "$@"

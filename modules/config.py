@@ -44,6 +44,7 @@ def option(
         "most": most,
         "below": below,
         "example": example,
+        "empty": default == [],
     }
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=default.copy, metadata=limits)
@@ -61,11 +62,17 @@ def check_options(config: Any, path: str) -> None:
         for name, part in _dataclasses(value):
             check_options(part, key + name)
         if choices := limits.get("choices"):
-            _check_choice(key, value, choices, limits["dotted"])
+            _check_choice(key, value, choices, limits)
         else:
             _check_range(key, value, limits)
     if rules := getattr(config, "check_at", None):
         rules(path)
+
+
+def refuse(when: object, text: str) -> None:
+    """A rule across fields: ValueError with that text where `when` is true."""
+    if when:
+        raise ValueError(text)
 
 
 def changed(config: Any, changes: Mapping[str, Any], path: str) -> Any:
@@ -109,33 +116,45 @@ def from_saved(kind: type[Any], saved: Mapping[str, Any], path: str) -> Any:
 
     ValueError that names the key below `path` for one that `kind` does not have.
     """
-    saved = of_earlier(kind, saved)
+    saved = of_earlier(kind, saved, path)
     types = get_type_hints(kind)
     known = [field.name for field in dataclasses.fields(kind)]
     if unknown := sorted(set(saved) - set(known)):
         raise ValueError(f"{path}.{unknown[0]} is no option; there are {', '.join(known)}")
-    return kind(**{name: _restored(types[name], value, f"{path}.{name}") for name, value in saved.items()})
+    return kind(**{name: _restored(types[name], value, f"{path}.{name}", from_saved) for name, value in saved.items()})
 
 
-def of_earlier(kind: type[Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """`saved`, also by an earlier version: without the keys of `kind.retired` that have the value at which they change
-    nothing, and with those of `kind.moved`, by their old names, in the sections where they are now."""
-    retired, moved = getattr(kind, "retired", {}), getattr(kind, "moved", {})
-    kept = {key: value for key, value in saved.items() if key not in retired or retired[key] != value}
+def of_earlier(kind: type[Any], saved: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """`saved`, also by an earlier version: without the keys of `kind.retired`, and with those of `kind.moved`, by their
+    old names, in the sections where they are now. Of dataclasses inside, too.
+
+    ValueError, naming the key below `path`, for a retired one with a value that has no effect any more.
+    """
+    retired, moved, types = getattr(kind, "retired", {}), getattr(kind, "moved", {}), get_type_hints(kind)
+    kept = {}
+    for key, value in saved.items():
+        if key in retired and retired[key] not in (..., value):
+            raise ValueError(
+                f"{path}.{key}={value} was saved by an earlier version, and there is no such key any more: all do what "
+                f"{retired[key]} did; use the version that saved it"
+            )
+        if key not in retired:
+            kept[key] = _restored(types.get(key), value, f"{path}.{key}", of_earlier)
     for key in moved.keys() & kept.keys():
         section, name = moved[key].split(".")
         kept[section] = {name: kept.pop(key)} | kept.get(section, {})
     return kept
 
 
-def _restored(kind: Any, value: Any, path: str) -> Any:
+def _restored(kind: Any, value: Any, path: str, restore: Callable[[type[Any], Any, str], Any]) -> Any:
+    """`value` with `restore` applied to what are dataclasses in a field of that type."""
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-        return from_saved(cast("type[Any]", kind), value, path)
+        return restore(cast("type[Any]", kind), value, path)
     inner = get_args(kind)[-1:]
     if inner and isinstance(value, dict):
-        return {name: _restored(inner[0], part, f"{path}.{name}") for name, part in value.items()}
+        return {name: _restored(inner[0], part, f"{path}.{name}", restore) for name, part in value.items()}
     if inner and isinstance(value, list):
-        return [_restored(inner[0], part, path) for part in value]
+        return [_restored(inner[0], part, path, restore) for part in value]
     return value
 
 
@@ -147,11 +166,11 @@ def _dataclasses(value: Any) -> Iterable[tuple[str, Any]]:
     return [(f".{name}", part) for name, part in parts if dataclasses.is_dataclass(part)]
 
 
-def _check_choice(key: str, value: Any, choices: tuple[str, ...], dotted: str) -> None:
-    values = value if isinstance(value, list) else [value]
+def _check_choice(key: str, value: Any, choices: tuple[str, ...], limits: Mapping[str, Any]) -> None:
+    values, dotted = value if isinstance(value, list) else [value], limits["dotted"]
     if dotted:
         values = [each for each in values if "." not in each]
-    if not (values or dotted) or not set(values) <= {None, *choices}:
+    if not (values or dotted or limits["empty"]) or not set(values) <= {None, *choices}:
         own = f", or give the dotted name of a class, e.g. {dotted}" if dotted else ""
         raise ValueError(f"{key}={value} is not known; choose from {', '.join(choices)}{own}")
 
@@ -200,8 +219,16 @@ class ModelConfig(TokenConfig):
     table_std: float | None = None  # of a table's initial rows; null: 1 / sqrt(their width)
     embedding_dropout: float = option(0.0, below=1, example=0.1)  # of the elements of looked-up rows
 
-    retired: ClassVar[dict[str, Any]] = {}  # keys of earlier versions, each with the value that is still what happens
+    retired: ClassVar[dict[str, Any]] = {}  # keys of earlier versions with the value that all now have; ...: any
     moved: ClassVar[dict[str, str]] = {}  # and where others are now
+
+    def check_at(self, path: str) -> None:
+        for table, width in self.table_dims.items():
+            if width < 4 or width % 4:
+                raise ValueError(
+                    f"{path}.table_dims.{table}={width} must be a multiple of 4, which the kernels of tables read at "
+                    f"once, e.g. {path}.table_dims.{table}={max(4, width // 4 * 4)}"
+                )
 
     def check(self) -> None:
         """Rules across fields. ValueError that names the key below `model` and a value that works."""
@@ -247,7 +274,8 @@ class StackConfig(ModelConfig):
     def layer_keys(cls) -> list[str]:
         """The keys that a layer may have for itself."""
         of_stack = {each.name for each in dataclasses.fields(StackConfig)} - {"dropout"}
-        return [each.name for each in dataclasses.fields(cls) if each.name not in of_stack | cls.shared]
+        of_stack = of_stack.union(*(vars(base).get("shared", ()) for base in cls.__mro__))
+        return [each.name for each in dataclasses.fields(cls) if each.name not in of_stack]
 
     def of_layers(self) -> list[Self]:
         """The configuration of each layer. ValueError that names the key for what a layer cannot have."""
@@ -277,6 +305,61 @@ class StackConfig(ModelConfig):
 
     def describe_layers(self) -> list[str]:
         return [shown(changes) for changes in self.layers or []] if any(self.layers or []) else []
+
+
+@dataclasses.dataclass
+class HeadsConfig:
+    """Of what attends."""
+
+    num_heads: int = option(2, least=1)
+
+
+@dataclasses.dataclass(kw_only=True)
+class RankingConfig(StackConfig):
+    """What stacks of layers with an MLP for each task share."""
+
+    head_hidden: list[int] = option([128, 64], least=1)
+
+    shared: ClassVar[frozenset[str]] = frozenset({"head_hidden"})
+
+
+@dataclasses.dataclass(kw_only=True)
+class TokensConfig(HeadsConfig, RankingConfig):
+    """What such models share whose tokens have a width of their own."""
+
+    token_dim: int = option(64, least=1)  # width of tokens; dim is that of features
+
+    shared: ClassVar[frozenset[str]] = frozenset({"token_dim"})
+
+
+@dataclasses.dataclass(kw_only=True)
+class EventStacksConfig(StackConfig):
+    """What models share that may have a stack of layers for each event type."""
+
+    event_stacks: str = option("own", choices=["own", "merged"])  # one for each event type | one for all, by time
+    # event type -> what differs in its stack: num_layers, layers, or keys of a layer
+    events: dict[str, dict[str, Any]] = option({})
+
+    shared: ClassVar[frozenset[str]] = frozenset({"event_stacks", "events"})
+
+    def check(self) -> None:
+        if self.events and self.event_stacks == "merged":
+            raise ValueError(
+                "model.events describes stacks of single event types, and model.event_stacks=merged has one of all; "
+                "use model.event_stacks=own"
+            )
+        super().check()
+
+
+@dataclasses.dataclass(kw_only=True)
+class FeatureTokensConfig(TokensConfig):
+    """What such models share whose tokens are made of features."""
+
+    num_tokens: int = option(8, least=1)  # of a candidate, its request's features among them
+    tokens: str = option("split", choices=["split", "groups"])  # slices of one product | a group of features each
+    expansion: float = option(4.0, example=4.0)  # hidden width of a token's network, in token_dim
+
+    shared: ClassVar[frozenset[str]] = frozenset({"num_tokens", "tokens"})
 
 
 def layer_config(config: Any, changes: Mapping[str, Any], path: str, keys: Collection[str]) -> Any:

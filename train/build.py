@@ -30,7 +30,7 @@ from modules.models.retrieval import RetrievalConfig, RetrievalModel
 from modules.precision import DESCRIPTIONS, apply_recipe, format_execution, format_table
 from modules.pretrained import PretrainedModel
 from train.checkpoint import load as checkpoint
-from train.config.schema import Config, EventsConfig
+from train.config.schema import Config
 from train.data import build_source
 from train.data.source import Source
 from train.data.summary import summarise
@@ -94,9 +94,8 @@ def build(config: Config, world: World) -> Job:
     precision.settle(config.precision, world)
     metrics = own_metrics(config.tracking.metrics)
     torch.manual_seed(config.runtime.seed)
-    data = config.data
-    if isinstance(config.model, RetrievalConfig) and isinstance(data, EventsConfig) and data.statistics == "auto":
-        data.statistics = "none"  # an item's vector is the same for all requests
+    if isinstance(config.model, RetrievalConfig):
+        config.data.leave_out_statistics()
     source = build_source(config.data, world.by_first)
     length.settle(config, source.num_requests("train"), source.num_requests("valid") > 0, world.size)
     if world.is_first:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kernels.core.constants import EPSILON
 from kernels.gdpa import gdpa, layer_norm
 from modules.batch import FeatureSpec
-from modules.config import StackConfig, option
+from modules.config import HeadsConfig, StackConfig, option
 from modules.core.checks import check_maximum
 from modules.layers.attention.jagged_attention import head_dim
 from modules.models.sequential import Sequences, SequentialConfig, SequentialModel
@@ -114,7 +114,7 @@ class HSTULayer(nn.Module):
 
 
 @dataclass(kw_only=True)
-class HSTULayerConfig(StackConfig):
+class HSTULayerConfig(HeadsConfig, StackConfig):
     """What models of `HSTULayer`s share."""
 
     num_heads: int = option(1, least=1)

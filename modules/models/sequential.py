@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kernels.tokens import place_rows
 from modules.batch import UNKNOWN_ID, FeatureSpec, RequestBatch
-from modules.config import StackConfig, option
+from modules.config import HeadsConfig, StackConfig, option
 from modules.layers.embedding.tokens import Tokens
 from modules.models.retrieval import NextItems, RetrievalConfig, RetrievalModel, positive_weights
 
@@ -34,7 +34,7 @@ class Sequences(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class SequentialConfig(StackConfig, RetrievalConfig):
+class SequentialConfig(HeadsConfig, StackConfig, RetrievalConfig):
     """What models of sequences share."""
 
     dropout: float = option(0.2, below=1, example=0.1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from kernels.tokens import place_rows
 from modules.batch import EventType, FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
-from modules.config import layer_config, option, shown
+from modules.config import EventStacksConfig, TokensConfig, layer_config, option, shown
 from modules.layers.embedding.tokens import JaggedSequence, Tokens
 from modules.layers.feed_forward.mlp import MLP, TaskHeads
 from modules.layers.norms import rms_norm
@@ -31,23 +31,17 @@ from modules.models.token_mixing.tokens import SideTokens
 
 
 @dataclass(kw_only=True)
-class UltraHSTUConfig(HSTULayerConfig):
+class UltraHSTUConfig(EventStacksConfig, HSTULayerConfig, TokensConfig):
     name: str = "ultra_hstu"
-    token_dim: int = option(64, least=1)  # width of tokens; dim is that of features
     num_heads: int = option(4, least=1)
     request_tokens: int = option(1, least=1)  # made of the request's features; they see all events, and all see them
     window: int = 0  # so many events back, and the prefix, are what an event sees; 0: all
     prefix: int = 0  # a request's first tokens, its own among them, that the window hides from none
     newest: int = 0  # events that this layer and those above go on with; 0: as many as below
-    # one sequence of the events of all types, by time | one for each, in layers of its own; candidates stand in all
-    event_stacks: str = option("merged", choices=["merged", "own"])
-    events: dict[str, dict[str, Any]] = option({})  # event type -> num_layers, layers or keys of a layer of its own
-    head_hidden: list[int] = option([128, 64], least=1)
+    event_stacks: str = option("merged", choices=["own", "merged"])  # candidates stand in each | one for all, by time
 
     usual_layers: ClassVar[int] = 3
-    shared: ClassVar[frozenset[str]] = frozenset(
-        {"token_dim", "request_tokens", "event_stacks", "events", "head_hidden"}
-    )
+    shared: ClassVar[frozenset[str]] = frozenset({"request_tokens"})
 
     def of_type(self, event_type: str) -> UltraHSTUConfig:
         """The configuration of an event type's stack. ValueError that names the key for what it cannot have."""
@@ -61,8 +55,6 @@ class UltraHSTUConfig(HSTULayerConfig):
 
     def check(self) -> None:
         super().check()
-        if self.events and self.event_stacks == "merged":
-            raise ValueError("model.events describes stacks of single event types; use model.event_stacks=own")
         for name, own in {name: self.of_type(name) for name in self.events}.items():
             try:
                 own.check()

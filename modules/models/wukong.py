@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, cast
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kernels.jagged import segment_mean
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows, above_candidates
-from modules.config import StackConfig, option
+from modules.config import RankingConfig, option
 from modules.layers.embedding.tokens import Tokens
 from modules.layers.feed_forward.block import FeedForwardBlock, FeedForwardConfig
 from modules.layers.feed_forward.mlp import TaskHeads
@@ -32,15 +32,14 @@ class Wukong(Ranker):
     takes_vendors = True
 
     @dataclass(kw_only=True)
-    class Config(FeedForwardConfig, StackConfig, WukongConfig):
+    class Config(FeedForwardConfig, RankingConfig):
         name: str = "wukong"
-        num_fmb: int = option(8, least=1)  # tokens that a layer's factorisation machine makes
-        num_lcb: int = option(8, least=1)  # tokens that its linear compression makes
+        wukong: WukongConfig = field(default_factory=WukongConfig)
         hidden: list[int] = option([128], least=1)  # of the machine's MLP
-        head_hidden: list[int] = option([128, 64], least=1)
 
+        retired: ClassVar[dict[str, Any]] = WukongConfig.retired
+        moved: ClassVar[dict[str, str]] = WukongConfig.beside
         usual_layers: ClassVar[int] = 3  # each squares the order of interactions
-        shared: ClassVar[frozenset[str]] = frozenset({"head_hidden"})
 
     def __init__(self, spec: FeatureSpec, config: Config) -> None:
         super().__init__()
@@ -52,14 +51,12 @@ class Wukong(Ranker):
                 WukongLayer(
                     layers[-1].num_out if layers else spec.num_candidate_tokens,
                     config.dim,
-                    num_fmb=own.num_fmb,
-                    num_lcb=own.num_lcb,
                     hidden=own.hidden,
                     dropout=own.dropout,
                     num_request=0 if layers else num_request,
                     max_candidates=spec.max_candidates,
                     block=FeedForwardBlock(own, config.dim),
-                    **own.machine_options(),
+                    **own.wukong.layer_options(),
                 )
             )
         self.layers = cast("Sequence[WukongLayer]", nn.ModuleList(layers))

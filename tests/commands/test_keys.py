@@ -14,7 +14,7 @@ def test_names_types_defaults_choices_and_comments() -> None:
     (behind,) = main(["runtime.skip_window"])
     assert (behind.kind, behind.default) == ("int", "20")
     assert behind.comment
-    assert [each.name for each in main(["model=hstu", "dropout"])] == ["model=hstu model.dropout"]  # another default
+    assert [each.name for each in main(["model=hstu", "dropout"])] == ["model=hstu, model=sasrec model.dropout"]
     assert "data=events data.histories.NAME.where" in [each.name for each in main(["data.histories"])]
 
 

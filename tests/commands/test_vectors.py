@@ -135,7 +135,7 @@ def test_a_student_reads_vectors_of_requests_and_begins_with_the_tables(
         f"+data.request_vectors={{teacher: {{width: {WIDTH}, scale: none}}}}",
         f"data.vocabulary_of={teacher}",
         f"checkpoint.load={teacher}",
-        "checkpoint.load_partial=true",
+        "checkpoint.load_what=partial",
         "optimizer.frozen=['*.embeddings.*']",
         base=EVENTS_DLRM,
     )

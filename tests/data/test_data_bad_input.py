@@ -138,6 +138,30 @@ def test_missing_column_lists_those_that_are_there(tmp_path, changes):
         build_source(config_of(tmp_path, **changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": {}}, r"data\.labels is empty; .* e\.g\. labels: {click: clicked}"),
+        ({"list_separator": ""}, r"data\.list_separator is empty; .* e\.g\. data\.list_separator='\|'"),
+        ({"display": {"item": [1]}}, r"data\.display\.item=\[1\] must be one id"),
+        *(
+            ({"histories": {"seen": HistoryConfig(["item"], where={"click": value})}}, r"seen\.where\.click=.* one id")
+            for value in ({"a": 1}, [[1]])
+        ),
+        ({"valid_files": ["none.csv"]}, r"data\.valid_files=\['none\.csv'\] have no row that can be used"),
+        ({"valid_files": ["none.csv"], "rows_at_once": 8}, r"data\.valid_files=.* have no row"),
+        ({"files": ["semicolons.csv"]}, r"no column 'click': .*; .* otherwise: data\.csv_separator=';'"),
+        ({"files": ["blanks.csv"]}, r"no column 'click': .*; the header has blanks around names"),
+    ],
+)
+def test_a_mistake_of_the_description_names_its_key(tmp_path, changes, message):
+    for name, rows in {"none": [], "semicolons": ROWS, "blanks": ROWS}.items():
+        text = "\n".join([HEADER.replace(",", ", ") if name == "blanks" else HEADER, *rows, ""])
+        (tmp_path / f"{name}.csv").write_text(text.replace(",", ";") if name == "semicolons" else text)
+    with pytest.raises(ValueError, match=message):
+        build_source(config_of(tmp_path, **changes))
+
+
 def test_column_missing_in_a_later_file(tmp_path):
     config = config_of(tmp_path)
     (tmp_path / "more.csv").write_text("user,time,item,click\n1,1,1,1\n")
@@ -353,7 +377,7 @@ def test_joined_table_with_a_repeated_key_or_a_bad_value(tmp_path):
             r"'i\.d' and 'i_d' would share the table 'i_d'.* data\.tables, e\.g\. i\.d: other",
         ),
         ({"tables": {"itme": "item"}}, r"data\.tables names \['itme'\]"),
-        ({"labels": {}}, "at least one task"),
+        ({"labels": {}}, "data.labels is empty; name at least one"),
         ({"labels": {"click": "price > 4"}}, "data.labels.click='price > 4' must name a column"),
         ({"labels": {"click": "price >= high"}}, "compare one as COLUMN >= NUMBER or COLUMN == ID, e.g. 'rating >= 4'"),
         ({"labels": {"click": "price == "}}, "must name a column of 0 and 1, or compare one"),

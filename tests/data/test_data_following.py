@@ -140,7 +140,7 @@ def test_tables_of_vectors_stay_as_they_began(tmp_path: Path) -> None:
     )
     config = config_of(tmp_path)
     data = data_of(config)
-    data.table_vectors = {"content": TableVectorsConfig([f"{tmp_path}/vectors.parquet"], "id", "v", 4, "none")}
+    data.table_vectors = {"content": TableVectorsConfig(4, "none", [f"{tmp_path}/vectors.parquet"], "id", "v")}
     data.transforms, data.candidate_categorical = {"content": TransformConfig(copy="item")}, ["item", "content"]
     pin(config, ALONE, tmp_path)
     first = build_source(data)

@@ -44,7 +44,7 @@ def config_of(folder: Path, scale: str = "standard", **changes: Any) -> EventsCo
     }
     pq.write_table(pa.table(table), folder / "rows.parquet")
     write_vectors(folder)
-    given = TableVectorsConfig(["vectors.parquet"], "id", "embedding", WIDTH, scale)
+    given = TableVectorsConfig(WIDTH, scale, ["vectors.parquet"], "id", "embedding")
     settings: dict[str, Any] = {
         "candidate_categorical": ["item", "content"], "table_vectors": {"content": given},
         "tables": {"seen": "item", "seen_content": "content"},
@@ -187,8 +187,8 @@ def test_malformed_files_of_vectors_name_their_row(
         ({"candidate_categorical": ["item"], "histories": {}, "tables": {}, "transforms": {}},
          r"content is no table of a feature.*copy the column, e.g. data.transforms=\{content: \{copy: item_id\}\}"),
         ({"table_min_count": {"content": 2}}, "data.table_min_count names content"),
-        ({"table_vectors": {"content": TableVectorsConfig(["vectors.parquet"], "id", "embedding", 5, dtype="fp16",
-          frozen=False)}}, "dtype=fp16 goes with frozen: true"),
+        ({"table_vectors": {"content": TableVectorsConfig(5, "standard", ["vectors.parquet"], "id", "embedding",
+          dtype="fp16", frozen=False)}}, "dtype=fp16 goes with frozen: true"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -63,7 +63,7 @@ def test_days_without_a_purchase_are_trained_on(tmp_path: Path) -> None:
     for day in range(DAYS):
         write_day(tmp_path, day)
         given = overrides(tmp_path, day)
-        assert ("checkpoint.load_optimizer=true" in given) == (day > 0)
+        assert ("checkpoint.load_what=optimizer" in given) == (day > 0)
         run_dir = tmp_path / "runs" / f"{day}"
         train_here(run_dir, *root, *given, base=OPTIONS)
         results.append(json.loads((run_dir / "results.json").read_text()))

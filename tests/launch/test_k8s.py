@@ -179,7 +179,7 @@ def test_a_day_goes_on_from_the_newest_finished_one_before_it(daily: Any, tmp_pa
         "data=shop",
         "x=1 2",
         f"checkpoint.load='{before}'",
-        "checkpoint.load_optimizer=true",
+        "checkpoint.load_what=optimizer",
         f"data.vocabulary_of='{before}'",
     ]
 

@@ -116,14 +116,6 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...
         lambda: interaction(WukongLayer, num_fmb=2, num_lcb=2),
         lambda: (tokens(5, 2), tokens(3, 4), CANDIDATES),
     ),
-    "wukong of pairs": (
-        lambda: interaction(WukongLayer, num_fmb=2, num_lcb=2, machine="plain"),
-        lambda: (tokens(5, 2), tokens(3, 4), CANDIDATES),
-    ),
-    "attentive wukong": (
-        lambda: interaction(WukongLayer, num_fmb=2, num_lcb=2, machine="attentive", attention_hidden=[8]),
-        lambda: (tokens(5, 2), tokens(3, 4), CANDIDATES),
-    ),
     "wukong experts": (
         lambda: interaction(WukongExperts, num_fmb=2, num_lcb=2, num_experts=2, num_layers=2),
         lambda: (tokens(5, 2), tokens(3, 4), CANDIDATES),

@@ -114,19 +114,6 @@ def test_the_output_scale_multiplies_the_sum(values: Tensor, summary: Tensor) ->
         torch.testing.assert_close(scaled.double()(*inputs), plain.double()(*inputs) / 3)
 
 
-def test_pffn_of_kronecker_sums(values: Tensor, summary: Tensor) -> None:
-    torch.manual_seed(2)
-    ffn = PersonalizedFFN(DIM, HEADS, 3, hidden=6, max_length=MAX_LENGTH, kron_terms=2).double()
-    project = ffn.project.weight.unflatten(0, (2, DIM))  # P_i^T
-    mix = ffn.mix.unflatten(1, (3, 2))  # a token's projections lie side by side
-    made = torch.einsum("hsi,bsd,ied->bhe", mix, summary, project)
-    parts = [attention(x, m[0::2], m[1::2], tau=6) for x, m in zip(rows(values), made, strict=True)]
-    torch.testing.assert_close(ffn(values, OFFSETS, summary), torch.cat(parts))
-    assert torch.linalg.matrix_rank(made[0]) == 6, "with mixed tokens alone the rank would be 3"
-    inputs = (values.requires_grad_(), summary.requires_grad_())
-    assert torch.autograd.gradcheck(lambda v, s: ffn(v, OFFSETS, s), inputs)
-
-
 def test_pffn_reads_its_weights_without_a_copy(
     values: Tensor, summary: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

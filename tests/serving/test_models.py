@@ -36,7 +36,7 @@ GEMS: dict[str, Any] = {**SMALL, **HEADS, "pffn_hidden": 8, "window": 2, "levels
 MIXING: dict[str, Any] = {"dim": 8, "token_dim": 16, "head_dim": 4, "head_hidden": [16]}
 TRACED = {
     "interformer": InterFormer.Config(**SMALL, **HEADS, feed_forward="moe", plain_head=True),
-    "wukong": Wukong.Config(**SMALL, machine="attentive", hidden=[16], head_hidden=[16]),
+    "wukong": Wukong.Config(**SMALL, hidden=[16], head_hidden=[16]),
     "token_mixing": TokenMixingConfig(**MIXING, mixing="revert", global_token=True, lower_weight=0.1, num_layers=2),
     "dcnv2": MODELS["dcnv2"].Config(dim=8),  # type: ignore[operator]
     "dlrm": MODELS["dlrm"].Config(dim=8, jagged_interaction=True),  # type: ignore[operator]

@@ -16,7 +16,6 @@ from modules.layers.attention.gdpa import GDPAConfig
 from modules.layers.embedding.tokens import FeatureEmbedding, LocalEmbedding
 from modules.models import CONFIGS, MODELS, CustomConfig
 from modules.models.kunlun import Kunlun
-from modules.models.kunlun.config import EventConfig
 from modules.models.ranking import RankingModel
 from modules.pretrained import PretrainedModel, read_description
 from tests.modules.factories import random_batch, random_spec
@@ -68,7 +67,7 @@ def test_it_is_trained_on_and_saved_again(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        Kunlun.Config(pffn_gdpa=GDPAConfig(out_scale=0.5), events={"event0": EventConfig(dim=16)}, head_hidden=[3]),
+        Kunlun.Config(pffn_gdpa=GDPAConfig(out_scale=0.5), events={"event0": {"dim": 16}}, head_hidden=[3]),
         *(config() for name, config in CONFIGS.items() if name != "custom"),
         CustomConfig(name="my_models.Tower", dim=8, arguments={"hidden": [4, 2], "deep": {"a": 1}}),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,12 +21,35 @@ from modules.pretrained import PretrainedModel
 from tests.launching import ROOT
 from tests.serving.conftest import Rows
 from train.commands.score import latencies
+from train.data.reader import RequestReader
 from train.serving.scorer import Scorer
 from train.serving.service import Service
 
 Export = Callable[[ModelConfig, Rows], tuple[Path, PretrainedModel]]
 DCN = MODELS["dcnv2"].Config(dim=8)  # type: ignore[operator]
 DIN_SMALL = DIN.Config(dim=8, attention_hidden=[8], hidden=[16])
+
+
+@pytest.mark.reliability("a file of an export is cut short, changed or lost", "named before it serves")
+def test_a_damaged_export_is_refused(ranking: Rows, exported: Export, tmp_path: Path) -> None:
+    whole, _ = exported(DCN, ranking)
+    copy = shutil.copytree(whole, tmp_path / "copy")
+    Service.from_pretrained(copy)
+    files = {str(file.relative_to(whole)): file.read_bytes() for file in whole.rglob("*") if file.is_file()}
+    assert {"config.json", "model.safetensors", "model.pt2", "reader.json", "vocabulary/item.parquet"} < {*files}
+    for name, content in files.items():
+        middle = len(content) // 2
+        for damaged in (content[:middle], content[:middle] + bytes([content[middle] ^ 128]) + content[middle + 1 :]):
+            (copy / name).write_bytes(damaged)
+            with pytest.raises(ValueError, match="is damaged"):
+                Service.from_pretrained(copy)
+        (copy / name).unlink()
+        with pytest.raises(ValueError, match="is damaged|holds no exported model"):
+            Service.from_pretrained(copy)
+        (copy / name).write_bytes(content)
+    (copy / "vocabulary" / "item.parquet").unlink()
+    with pytest.raises(ValueError, match=r"vocabulary lacks the ids of table 'item'"):
+        RequestReader.from_pretrained(copy)
 
 
 @pytest.mark.parametrize("config", [DCN, DIN_SMALL], ids=["program", "eager"])

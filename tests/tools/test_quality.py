@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.train.config.test_experiments import composed
 from tools.quality import check, logistic, nightly, page, plain_din
 from tools.quality.run import configuration, train
 
@@ -92,7 +93,8 @@ def test_token_mixing_is_held_against_the_model_that_it_is_configured_as() -> No
 @pytest.mark.parametrize("name", ["diginetica", "nowplaying", "tmall", "amazon_beauty", "amazon_sports", "amazon_toys"])
 def test_sets_that_share_a_configuration_are_told_apart_by_their_folder(name: str, tmp_path: Path) -> None:
     experiment = "amazon_sasrec" if name.startswith("amazon") else "sessions_sasrec"
-    config = configuration([f"+experiment={experiment}", f"data.root={tmp_path / name}"])
+    config = composed(experiment)
+    config.data.root = str(tmp_path / name)
     assert check.table_name(dataclasses.asdict(config.data)) == name
     table = check.published(name)
     test = {f"next/{metric}": 1.0 for metric in table["metrics"]}

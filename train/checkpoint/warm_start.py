@@ -28,8 +28,8 @@ def load(
     """Read the weights of `start.load` into a new run: a checkpoint, or the best one of a run directory.
 
     If `source` extends the checkpoint's vocabulary, its tables have further rows, which keep their fresh weights.
-    Raises ValueError when the data, the model or, with `load_optimizer`, the optimiser is another one; with
-    `load_partial` only when nothing fits.
+    Raises ValueError when the data, the model or, with `load_what=optimizer`, the optimiser is another one; with
+    `partial` only when nothing fits.
     """
     assert start.load is not None
     path = Path(start.load)
@@ -38,18 +38,18 @@ def load(
     manifest.verify(path, world)
     meta, saved, state = checkpoint.read_meta(path), read_metadata(path), model_state(model)
     extends = source.extends is not None and source.extends == meta["data_fingerprint"]
-    if start.load_partial:
+    if start.load_what == "partial":
         same_data = extends or source.fingerprint == meta["data_fingerprint"]
         state["model"] = _fitting(path, state["model"], saved, extends, same_data)
     else:
         if not extends:
             checkpoint.check_data(path, source.fingerprint)
         checkpoint.check_keys(path, state, saved, longer_tables=extends)
-    if start.load_optimizer:
+    if start.load_what == "optimizer":
         _check_moments(path, meta["config"]["optimizer"], optimizer.config)
         state |= optimizer_state(model, optimizer.moments())
     checkpoint.take(path, state, model, world, _Prefixes() if extends else None)
-    if start.load_optimizer:
+    if start.load_what == "optimizer":
         optimizer.restore(0, optimizer.total_steps)  # the learning rate's schedule begins anew
     if optimizer.average is not None:
         optimizer.average.restart()
@@ -68,7 +68,7 @@ def _fitting(
     taken = {name: weight for name, weight in weights.items() if name not in left_out}
     if not taken:
         raise ValueError(
-            f"checkpoint.load_partial=true: nothing in {path} fits, e.g. {next(iter(left_out.values()))}; use the "
+            f"checkpoint.load_what=partial: nothing in {path} fits, e.g. {next(iter(left_out.values()))}; use the "
             "model options that are in its meta.json"
         )
     log.info("%s of %s tensors are taken from %s", len(taken), len(weights), path)
@@ -83,8 +83,8 @@ def _check_moments(path: Path, theirs: dict[str, Any], ours: OptimizerConfig) ->
         before, now = theirs.get(key), getattr(ours, key)
         if before and before != now:  # if nothing was frozen, all moments exist
             raise ValueError(
-                f"checkpoint.load_optimizer=true: {path} has the moments of optimizer.{key}={before}, this run has "
-                f"{now}; use the same value or checkpoint.load_optimizer=false"
+                f"checkpoint.load_what=optimizer: {path} has the moments of optimizer.{key}={before}, this run has "
+                f"{now}; use the same value or checkpoint.load_what=weights"
             )
 
 

@@ -40,7 +40,7 @@ with lasting():
     from modules.models import CustomConfig
     from modules.models.ranking import RankingModel
     from modules.models.scoring import ScoringArch, scoring_inputs, scoring_shapes, vendor_inputs
-    from modules.pretrained import PretrainedModel
+    from modules.pretrained import CONFIG, WEIGHTS, PretrainedModel
     from train.build import load_model
     from train.checkpoint import load as checkpoint
     from train.commands.score import check
@@ -48,10 +48,11 @@ with lasting():
     from train.config.overrides import split_options
     from train.config.schema import DataConfig
     from train.data import build_source
-    from train.data.reader import keep_reader
+    from train.data.features import mapping
+    from train.data.reader import DESCRIPTION, keep_reader
     from train.data.source import Source
     from train.process import errors
-    from train.process.files import write_json
+    from train.process.files import summed, write_json
     from train.process.precision import compute_dtype
     from train.process.quiet import quieten
     from train.serving.scorer import ABOUT, PROGRAM
@@ -176,7 +177,8 @@ def export_model(
     device = next(model.arch.parameters()).device
     model.save_pretrained(out)
     keep_reader(data, source, out)
-    (out / PROGRAM).unlink(missing_ok=True)
+    for old in (ABOUT, PROGRAM):
+        (out / old).unlink(missing_ok=True)
     found = traced(model, source, dtype, rewriting)
     compiled = not isinstance(found, str) and device.type == "cuda" and compiling
     if not isinstance(found, str):
@@ -192,12 +194,19 @@ def export_model(
         "data_fingerprint": source.fingerprint,
         "checkpoint": None,
         "overrides": [],
+        "files": {str(file.relative_to(out)): summed(file) for file in _written(out)},
     }
     write_json(out / ABOUT, about | dict(origin or {}))
     if isinstance(found, str):
         print(f"{model.config.name} cannot be traced and is served in eager PyTorch ({found})")
     elif compiled:
         check(out, model, dtype, found[1])
+
+
+def _written(out: Path) -> list[Path]:
+    """The files of an export, beside which there may be others."""
+    kept = [file for folder in mapping.KEPT for file in (out / folder).glob("*")]
+    return [file for name in (CONFIG, WEIGHTS, DESCRIPTION, PROGRAM) if (file := out / name).exists()] + kept
 
 
 def write_program(program: ExportedProgram, path: Path, compiled: bool) -> None:

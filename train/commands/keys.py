@@ -1,7 +1,8 @@
 """What each key of the configuration means: `python -m train.commands.keys [WORDS...]`.
 
 Prints name, type, default, choices and comment of each key that has every word in its name, its choices or its comment:
-`data.` for a section, `dropout`, `model=kunlun` for a model's own. `model.KEY` of several models stands once.
+`data.` for a section, `dropout`, `model=kunlun` for a model's own. A key of several models stands once, behind their
+names.
 """
 
 from __future__ import annotations
@@ -53,12 +54,15 @@ def _section(name: str) -> Iterator[Key]:
             yield from (key for key in _of(Config, "") if key.name == name)
         return
     bases = {"model": (ModelConfig, StackConfig), "data": (DataConfig,)}[name]
-    shared = {key.name: key for base in bases for key in _of(base, name)}
-    yield from shared.values()
+    shared = list(dict.fromkeys(key for base in bases for key in _of(base, name)))
+    yield from shared
+    of_kinds: dict[Key, list[str]] = {}
     for choice, kind in kinds.items():
         for key in _of(kind, name):
-            if key != shared.get(key.name) and key.name != f"{name}.name":
-                yield dataclasses.replace(key, name=f"{name}={choice} {key.name}")
+            of_kinds.setdefault(key, []).append(f"{name}={choice}")
+    for key, choices in of_kinds.items():
+        if key not in shared and key.name != f"{name}.name":
+            yield dataclasses.replace(key, name=f"{', '.join(choices)} {key.name}")
 
 
 def _of(kind: Any, path: str) -> Iterator[Key]:
@@ -88,7 +92,8 @@ def _types(kind: Any) -> Iterator[Any]:
 
 def _named(kind: Any) -> str:
     text = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
-    return text.replace("typing.", "").rpartition(".")[2] if "[" not in text else text.replace("typing.", "")
+    text = re.sub(r"Optional\[(\w+)\]", r"\1 | None", text.replace("typing.", ""))
+    return re.sub(r"\b(\w+\.)+", "", text)
 
 
 def _written(value: Any) -> str:

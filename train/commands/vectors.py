@@ -27,7 +27,6 @@ from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-from urllib.parse import quote
 
 from train.process.imports import lasting
 
@@ -48,6 +47,7 @@ with lasting():
     from train.data.events.keys import RowKeys
     from train.data.features import mapping
     from train.data.source import PreparedSource
+    from train.data.storage.store import file_name
     from train.evaluate import checked_split, split_loader, trained
     from train.evaluate.catalogue import catalogue_items
     from train.evaluate.vectors import check_request_vectors, request_vectors, table_rows
@@ -95,7 +95,7 @@ def rows_of_ids(job: Job, table: str) -> Iterator[pa.RecordBatch]:
     source, rank, size = job.source, job.world.rank, job.world.size
     file = Path()
     if isinstance(source, PreparedSource):
-        file = source.folder / mapping.FOLDER / f"{quote(table, safe='')}.parquet"
+        file = source.folder / mapping.FOLDER / file_name(table, ".parquet")
     if file.is_file():
         pieces = (
             piece.rename_columns(["row", "id"])

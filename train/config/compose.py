@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from modules.config import check_options, of_earlier
+from modules.config import check_options, of_earlier, refuse
 from modules.loss import task_loss
 from modules.models import CONFIGS, CustomConfig
 from train.config import environment
 from train.config.numbers import check_numbers
 from train.config.overrides import unknown
-from train.config.schema import SOURCES, Config, OptimizerConfig, SyntheticConfig
+from train.config.schema import SOURCES, Config
 from train.config.secrets import refuse_secrets
 
 
@@ -46,12 +46,15 @@ def from_dict(saved: dict[str, Any], overrides: list[str]) -> Config:
     for group in ("model", "data"):
         if not isinstance(saved.get(group), dict) or "name" not in saved[group]:
             raise ValueError(f"the saved configuration has no {group}.name, and is none of a run")
-    schema = OmegaConf.structured(Config)
     sources = {node.name: node for node in SOURCES}
-    schema.model = OmegaConf.structured(CONFIGS.get(saved["model"]["name"], CustomConfig))
-    schema.data = OmegaConf.structured(sources[saved["data"]["name"]])
-    kinds = {"model": CONFIGS.get(saved["model"]["name"], CustomConfig), "optimizer": OptimizerConfig}
-    saved = saved | {group: of_earlier(kind, saved.get(group) or {}) for group, kind in kinds.items()}
+    kinds = get_type_hints(Config) | {
+        "model": CONFIGS.get(saved["model"]["name"], CustomConfig),
+        "data": sources[saved["data"]["name"]],
+    }
+    schema = OmegaConf.structured(Config)
+    schema.model, schema.data = (OmegaConf.structured(kinds[group]) for group in ("model", "data"))
+    sections = {name: part for name, part in saved.items() if dataclasses.is_dataclass(kinds.get(name)) and part}
+    saved = saved | {name: of_earlier(kinds[name], part, name) for name, part in sections.items()}
     if saved["data"]["name"] == "events":
         saved = saved | {"data": {"statistics": "none"} | saved["data"]}  # which a run of an earlier version had not
     try:
@@ -74,155 +77,84 @@ def _say_labels(config: Config) -> None:
 
 
 def validate(config: Config) -> None:
-    """Rules across fields. Raises ValueError naming the key and a value that works."""
-    if not 0 < config.data.negative_rate <= 1:
-        raise ValueError(
-            f"data.negative_rate={config.data.negative_rate} is a share of the negatives: above 0 and at most 1, e.g. "
-            "data.negative_rate=0.1"
-        )
+    """Rules of each section, beside its fields, and those that join sections. Raises ValueError naming the key and a
+    value that works."""
     for task, chosen in config.tasks.items():
         task_loss(task, chosen)
     for group, section in vars(config).items():
         if group != "tasks":
             check_options(section, group)
-    model, data, precision, optimizer = config.model, config.data, config.precision, config.optimizer
-    for table, width in model.table_dims.items():
-        if width < 4 or width % 4:
-            raise ValueError(
-                f"model.table_dims.{table}={width} must be a multiple of 4, which the kernels of tables read at once, "
-                f"e.g. model.table_dims.{table}={max(4, width // 4 * 4)}"
-            )
-    if isinstance(data, SyntheticConfig) and len(set(data.tasks)) < len(data.tasks):
-        once = ",".join(dict.fromkeys(data.tasks))
-        raise ValueError(f"data.tasks={data.tasks} must name each task once, e.g. data.tasks=[{once}]")
+    model, optimizer, parallel, runtime = config.model, config.optimizer, config.parallel, config.runtime
     model.check()
-    if config.parallel.balance and data.batch_size and data.batch_size % config.parallel.balance:
-        raise ValueError(
-            f"parallel.balance={config.parallel.balance} must divide data.batch_size={data.batch_size}, so that "
-            "ranks get equally many requests, e.g. parallel.balance="
-            f"{math.gcd(config.parallel.balance, data.batch_size)}"
-        )
-    if optimizer.dense != "adamw" and config.parallel.dense != "ddp":
-        raise ValueError(
-            f"optimizer.dense={optimizer.dense} with parallel.dense={config.parallel.dense}: "
-            "an optimiser by its dotted name may need whole matrices; use optimizer.dense=adamw or parallel.dense=ddp"
-        )
-    if config.parallel.expert_payload != "full" and config.parallel.expert_ranks < 2:
-        raise ValueError(
-            f"parallel.expert_payload={config.parallel.expert_payload} needs experts on several ranks, between which "
-            "tokens travel; use parallel.expert_payload=full, or e.g. parallel.expert_ranks=2"
-        )
-    if config.parallel.index_dedup and config.parallel.row_precision != "fp32":
-        raise ValueError(
-            f"parallel.index_dedup=true with parallel.row_precision={config.parallel.row_precision}: the gradients of "
-            "an id that occurs often would be added up in bfloat16, where small ones are lost; use "
-            "parallel.row_precision=fp32 or parallel.index_dedup=false"
-        )
-    in_host = [rule for rule in config.parallel.tables if set(rule.kernels or ()) - {"fused"}]
-    if config.parallel.table_ranks and in_host:
-        raise ValueError(
-            f"parallel.table_ranks={config.parallel.table_ranks} with parallel.tables kernels={in_host[0].kernels}: "
-            "copies of tables in host memory cannot be averaged; use kernels: [fused] or parallel.table_ranks=0"
-        )
-    if config.parallel.table_ranks and model.managed_tables:
-        raise ValueError(
-            f"parallel.table_ranks={config.parallel.table_ranks} with model.managed_tables="
-            f"{sorted(model.managed_tables)}: copies would give the same row to different ids; use "
-            "parallel.table_ranks=0 or no managed tables"
-        )
-    if config.parallel.table_average_every > 1 and not config.parallel.table_ranks:
-        raise ValueError(
-            f"parallel.table_average_every={config.parallel.table_average_every} needs copies of the tables, each on "
-            "parallel.table_ranks ranks; use that, e.g. parallel.table_ranks=8, or parallel.table_average_every=1"
-        )
-    if config.runtime.compile and config.parallel.expert_ranks:
-        raise ValueError(
-            f"runtime.compile=true with parallel.expert_ranks={config.parallel.expert_ranks}: the exchange of tokens "
-            "cannot be compiled; use runtime.compile=false or parallel.expert_ranks=0"
-        )
-    if config.runtime.cuda_graphs and (refusal := graphs_refusal(config)):
+    requests = config.data.batch_size
+    refuse(
+        parallel.balance and requests and requests % parallel.balance,
+        f"parallel.balance={parallel.balance} must divide data.batch_size={requests}, so that ranks get equally "
+        f"many requests, e.g. parallel.balance={math.gcd(parallel.balance, requests or 0)}",
+    )
+    refuse(
+        optimizer.dense != "adamw" and parallel.dense != "ddp",
+        f"optimizer.dense={optimizer.dense} with parallel.dense={parallel.dense}: an optimiser by its dotted name "
+        "may need whole matrices; use optimizer.dense=adamw or parallel.dense=ddp",
+    )
+    refuse(
+        parallel.table_ranks and model.managed_tables,
+        f"parallel.table_ranks={parallel.table_ranks} with model.managed_tables={sorted(model.managed_tables)}: "
+        "copies would give the same row to different ids; use parallel.table_ranks=0 or no managed tables",
+    )
+    refuse(
+        runtime.compile and parallel.expert_ranks,
+        f"runtime.compile=true with parallel.expert_ranks={parallel.expert_ranks}: the exchange of tokens cannot "
+        "be compiled; use runtime.compile=false or parallel.expert_ranks=0",
+    )
+    if runtime.cuda_graphs and (refusal := graphs_refusal(config)):
         raise ValueError(f"runtime.cuda_graphs=true with {refusal}")
-    if precision.name.startswith("mxfp8") and not precision.quantize:
-        raise ValueError(
-            f"precision={precision.name} quantises nothing: precision.quantize is empty; "
-            'e.g. precision.quantize=["arch.*"]'
-        )
-    if len(data.split) != 3 or min(data.split) < 0 or data.split[0] == 0 or abs(sum(data.split) - 1) > 1e-6:
-        raise ValueError(f"data.split={data.split} must be three fractions of sum 1, e.g. data.split=[0.8,0.1,0.1]")
-    if data.max_skipped > 1:
-        raise ValueError(f"data.max_skipped={data.max_skipped} is a share of the rows: at most 1, e.g. 0.1")
-    if data.id_map == "hash" and (data.min_count > 1 or data.table_min_count):
-        raise ValueError(
-            f"data.min_count={data.min_count} and data.table_min_count={data.table_min_count} need ids to be counted, "
-            "which data.id_map=hash does not do; use data.id_map=vocabulary, or data.min_count=1 and no table_min_count"
-        )
-    if data.oov_rows and (data.id_map == "hash" or data.min_count < 2):
-        raise ValueError(
-            f"data.oov_rows={data.oov_rows} are learned from ids that are rare in training, and data.min_count must "
-            "say what is rare: e.g. data.id_map=vocabulary data.min_count=2, or use data.oov_rows=0"
-        )
-    if optimizer.sparse_weight_decay and optimizer.sparse != "rowwise_adagrad":
-        raise ValueError(
-            f"optimizer.sparse_weight_decay={optimizer.sparse_weight_decay} goes with optimizer.sparse="
-            f"rowwise_adagrad; use that, or 0 with optimizer.sparse={optimizer.sparse}"
-        )
-    if config.runtime.eval_every and (config.runtime.evals_per_epoch or 1) > 1:
-        raise ValueError(
-            f"runtime.eval_every={config.runtime.eval_every} counts steps and runtime.evals_per_epoch="
-            f"{config.runtime.evals_per_epoch} parts of an epoch; use one of them, e.g. runtime.eval_every=0"
-        )
-    if config.checkpoint.load_partial and config.checkpoint.load_optimizer:
-        raise ValueError(
-            "checkpoint.load_partial=true takes weights alone, whose moments would be those of another model; use "
-            "checkpoint.load_optimizer=false"
-        )
-    if len(optimizer.betas) != 2:
-        raise ValueError(f"optimizer.betas={optimizer.betas} must be two numbers, e.g. optimizer.betas=[0.9,0.999]")
-    if optimizer.min_lr > 1:
-        raise ValueError(f"optimizer.min_lr={optimizer.min_lr} is a fraction of optimizer.lr: at most 1, e.g. 0.1")
     check_numbers(config)
 
 
 def graphs_refusal(config: Config) -> str | None:
     """Which key is incompatible with `runtime.cuda_graphs=true`, why, and what works; None if none is."""
-    if config.data.negative_rate < 1:
-        return (
-            f"data.negative_rate={config.data.negative_rate}: the number of candidates differs from batch to batch, so "
-            "that no graph is replayed; use runtime.cuda_graphs=false or data.negative_rate=1"
-        )
-    for task, chosen in config.tasks.items():
-        if task_loss(task, chosen).metrics == "next_item":
-            return (
-                f"tasks.{task}.loss={chosen['loss']}: a step gives the vectors of all places, and reads ids that no "
-                "graph gets; use runtime.cuda_graphs=false"
-            )
-    parallel = config.parallel
-    if parallel.dense != "ddp":
-        return (
+    data, parallel, dense = config.data, config.parallel, config.optimizer.dense
+    of_next = [task for task, chosen in config.tasks.items() if task_loss(task, chosen).metrics == "next_item"]
+    key = f"tasks.{of_next[0]}.loss" if of_next else ""
+    instead = "use runtime.cuda_graphs=false"
+    rules = (
+        (
+            data.negative_rate < 1,
+            f"data.negative_rate={data.negative_rate}: the number of candidates differs from batch to batch, so that "
+            f"no graph is replayed; {instead} or data.negative_rate=1",
+        ),
+        (
+            of_next,
+            f"{key}={config.tasks[of_next[0]]['loss'] if of_next else ''}: a step gives the vectors of all places, and "
+            f"reads ids that no graph gets; {instead}",
+        ),
+        (
+            parallel.dense != "ddp",
             f"parallel.dense={parallel.dense}: its parameters move in memory, and a graph reads them where they were; "
-            "use runtime.cuda_graphs=false or parallel.dense=ddp"
-        )
-    if parallel.expert_ranks:
-        return (
-            f"parallel.expert_ranks={parallel.expert_ranks}: the host reads how many tokens each expert got; use "
-            "runtime.cuda_graphs=false or parallel.expert_ranks=0"
-        )
-    if parallel.recompute:
-        return (
-            f"parallel.recompute={parallel.recompute}: a graph keeps the memory of a forward and a backward; use "
-            "runtime.cuda_graphs=false or parallel.recompute=[]"
-        )
-    if parallel.prefetch_tables:
-        return (
-            "parallel.prefetch_tables=true: a capture beside the stream that fills caches has not been tried; use "
-            "runtime.cuda_graphs=false or parallel.prefetch_tables=false"
-        )
-    if (dense := config.optimizer.dense) != "adamw":
-        return (
-            f"optimizer.dense={dense}: only AdamW's step is captured; use runtime.cuda_graphs=false or "
-            "optimizer.dense=adamw"
-        )
-    return config.model.graphs_refusal()
+            f"{instead} or parallel.dense=ddp",
+        ),
+        (
+            parallel.expert_ranks,
+            f"parallel.expert_ranks={parallel.expert_ranks}: the host reads how many tokens each expert got; {instead} "
+            "or parallel.expert_ranks=0",
+        ),
+        (
+            parallel.recompute,
+            f"parallel.recompute={parallel.recompute}: a graph keeps the memory of a forward and a backward; {instead} "
+            "or parallel.recompute=[]",
+        ),
+        (
+            parallel.prefetch_tables,
+            "parallel.prefetch_tables=true: a capture beside the stream that fills caches has not been tried; "
+            f"{instead} or parallel.prefetch_tables=false",
+        ),
+        (
+            dense != "adamw",
+            f"optimizer.dense={dense}: only AdamW's step is captured; {instead} or optimizer.dense=adamw",
+        ),
+    )
+    return next((text for when, text in rules if when), None) or config.model.graphs_refusal()
 
 
 def refuse_unknown(section: object, path: str = "") -> None:

@@ -7,12 +7,13 @@ launchers and logging of that section would be code that a file chooses. It is w
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -24,7 +25,7 @@ from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.config_source import ConfigLoadError
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from train.config import environment, written
 from train.config.overrides import closest, unknown
@@ -34,6 +35,12 @@ from train.config.secrets import refuse_secrets
 
 MAIN = "train"
 SEARCHPATH = "hydra.searchpath"
+WORDS = {
+    r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.": "must be a list, e.g. [a] or [a, b]",
+    r"(Key \S+ \(\w+\)) is incompatible with \(str\)": r"\1 must be text: put it in quotes",
+    r"Cannot merge DictConfig with ListConfig": "a list stands where keys with values belong: KEY: VALUE, not - VALUE",
+}
+"""What is said in the place of OmegaConf's words."""
 VOLATILE = ("runtime", "overrides", "job", "searchpath")
 """Keys of Hydra's section that say how it was called."""
 
@@ -55,7 +62,7 @@ def composed(overrides: Sequence[str], config_dir: Path | None = None) -> DictCo
     folders = [Path(str(path).removeprefix("file://")) for paths in given for path in paths]
     register_schema()
     try:
-        with environment.closed(), initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        with environment.closed(), written.bounded(), initialize_config_dir(str(CONFIGS), version_base="1.3"):
             if folders:
                 _check_origins(overrides, folders)
             config = compose(MAIN, list(overrides), return_hydra_config=True)
@@ -65,6 +72,8 @@ def composed(overrides: Sequence[str], config_dir: Path | None = None) -> DictCo
             written.check([*folders, CONFIGS], choices)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(_explained(error, known)) from error
+    except RecursionError:
+        raise ValueError("defaults lists bring in each other without end; let each name files of others only") from None
     OmegaConf.set_struct(config, False)
     del config["hydra"]
     OmegaConf.set_struct(config, True)
@@ -233,15 +242,36 @@ def _explained(error: Exception, known: Sequence[Override]) -> str:
         within = [inner[1]] if inner and inner[1] != key[1].split(".")[-1] else []  # of key={inner: ...}
         if suggestion := _suggestion(".".join([key[1], *within]), value, known):
             return suggestion
+    if found := re.match(r"Multiple values for (\S+)\. To override a value use 'override \S+: (\S+)'", text):
+        return f"{found[1]} has a file already; without the plus another one is taken: {found[1]}={found[2]}"
     if text.startswith("Ambiguous value"):
         name, _, values = text.partition("'")[2].partition("'")[0].partition("=")
         return (
             f"{name}={values} has several values: a list is {name}=[{values}], a text with commas "
             f"'{name}=\"{values}\"', and a run for each is of launch.sweep, --over {name}={values}"
         )
-    lines = [line.strip() for line in text.splitlines()]
-    told = [line for line in lines if line and not line.startswith(("full_key", "object_type", "reference_type"))]
-    return ": ".join(dict.fromkeys(told)).removeprefix("Error merging override ")
+    file, own = "", _key_error(error)
+    if found := re.match(r"In '(.+?)': \w+ raised while composing config:\n", text):
+        file, text = f"{found[1]}.yaml: ", text[found.end() :]
+        kind = getattr(own, "object_type", None)
+        if isinstance(own, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(kind):
+            path = str(own.full_key).rpartition(".")[0]
+            return file + unknown(path, str(own.key), [field.name for field in dataclasses.fields(kind)])
+        if own is not None:
+            file += f"{own.full_key}: "
+    for pattern, words in WORDS.items():
+        text = re.sub(pattern, words, text)
+    lines = [line.strip() for line in text.partition("\nConfig search path")[0].splitlines()]
+    dropped = ("full_key", "object_type", "reference_type")
+    told = [line for line in lines if line and not line.startswith(dropped) and not re.search(r"\$(KEY|VALUE)", line)]
+    return file + ": ".join(dict.fromkeys(told)).removeprefix("Error merging override ")
+
+
+def _key_error(error: BaseException | None) -> OmegaConfBaseException | None:
+    """The first of the errors behind an error that knows its key."""
+    while error is not None and not getattr(error, "full_key", None):
+        error = error.__cause__ or error.__context__
+    return cast("OmegaConfBaseException | None", error)
 
 
 def _suggestion(key: str, override: Override | None, known: Sequence[Override]) -> str:

@@ -6,14 +6,14 @@ Every field is documented beside it, and what it may be stands in it; models dec
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Optional
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from modules.config import ModelConfig, SettledShare, option
+from modules.config import ModelConfig, SettledShare, option, refuse
 from modules.models import CONFIGS
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ class DataConfig:
     cache_dir: str = ".cache"  # where prepared columns and vocabularies go; relative to the working directory
     # rows of data=events that are prepared in memory; more go through the disk in parts of this size
     rows_at_once: int = option(2_000_000, least=1)
-    verify_cache: bool = True  # compare its checksums at the start of a run, which reads all of it once
     max_history: int = option(50, least=1)  # newest events kept of each event type
     split: list[float] = field(default_factory=lambda: [0.8, 0.1, 0.1])  # train, valid, test, by time
     request_window: int = 60  # seconds: rows of a user within it from a request's first row are one request
@@ -55,6 +54,35 @@ class DataConfig:
     history_dropout: float = option(0.0, below=1, example=0.1)
     pad_events: int = 0  # fill each event type of a training batch up to a multiple of this, for CUDA graphs; 0: not
 
+    retired: ClassVar[dict[str, Any]] = {"verify_cache": ...}
+
+    def check_at(self, path: str) -> None:
+        parts = self.split
+        refuse(
+            not 0 < self.negative_rate <= 1,
+            f"{path}.negative_rate={self.negative_rate} is a share of the negatives: above 0 and at most 1, e.g. "
+            f"{path}.negative_rate=0.1",
+        )
+        refuse(
+            len(parts) != 3 or min(parts) < 0 or parts[0] == 0 or abs(sum(parts) - 1) > 1e-6,
+            f"{path}.split={parts} must be three fractions of sum 1, e.g. {path}.split=[0.8,0.1,0.1]",
+        )
+        refuse(
+            self.max_skipped > 1,
+            f"{path}.max_skipped={self.max_skipped} is a share of the rows: at most 1, e.g. 0.1",
+        )
+        refuse(
+            self.id_map == "hash" and (self.min_count > 1 or self.table_min_count),
+            f"{path}.min_count={self.min_count} and {path}.table_min_count={self.table_min_count} need ids to be "
+            f"counted, which {path}.id_map=hash does not do; use {path}.id_map=vocabulary, or {path}.min_count=1 "
+            "and no table_min_count",
+        )
+        refuse(
+            self.oov_rows and (self.id_map == "hash" or self.min_count < 2),
+            f"{path}.oov_rows={self.oov_rows} are learned from ids that are rare in training, and {path}.min_count "
+            f"must say what is rare: e.g. {path}.id_map=vocabulary {path}.min_count=2, or use {path}.oov_rows=0",
+        )
+
     sizes_run: ClassVar[bool] = False  # the size of its data decides the length of a run whose keys leave it open
 
     @property
@@ -69,6 +97,17 @@ class DataConfig:
     def has_real_labels(self, task: str) -> bool:
         """Whether a task's labels are numbers other than 0 and 1."""
         return False
+
+    def leave_out_statistics(self) -> None:
+        """Of earlier rows, unless they were asked for: for models whose items have one vector for all requests."""
+
+    def transformed(self) -> dict[str, dict[str, Any]]:
+        """How columns are made of others, in plain values."""
+        return {}
+
+    def counted(self) -> Any:
+        """Which statistics of earlier rows there are."""
+        return {}
 
 
 @dataclass
@@ -101,6 +140,17 @@ class HistoryConfig:
     # of rows: column of the time from which the event is known; default: that of a label whose column `where` names
     known_at: str | None = None
 
+    def check_at(self, path: str) -> None:
+        refuse(not self.fields, f"{path}.fields is empty; name at least one column, e.g. [item_id]")
+        refuse(
+            self.lists and (self.where or self.files),
+            f"{path}.lists reads lists of the row itself; where and files go with lists=false",
+        )
+        refuse(
+            self.times and not self.lists,
+            f"{path}.times names a list column and goes with lists=true; a log's time column is `time`",
+        )
+
 
 @dataclass
 class TransformConfig:
@@ -130,14 +180,12 @@ class VectorConfig:
 
 
 @dataclass
-class TableVectorsConfig:
-    """An embedding table whose rows are vectors from files, one for each id."""
+class TableVectorsConfig(VectorConfig):
+    """An embedding table whose rows are vectors from files, one for each id, scaled by all vectors of the files."""
 
     files: list[str] = MISSING  # as those of a join
     id: str = MISSING  # their column of ids
     vector: str = MISSING  # their column of vectors
-    width: int = option(MISSING, least=1)  # numbers of each vector
-    scale: str = option("standard", choices=["standard", "none"])  # by mean and deviation of the files' vectors
     dtype: str = option("fp32", choices=["fp32", "fp16"])  # of the rows in memory and in checkpoints
     frozen: bool = True  # rows do not learn; false: they are where the table begins
 
@@ -220,6 +268,53 @@ class EventsConfig(DataConfig):
 
     sizes_run: ClassVar[bool] = True
 
+    def check_at(self, path: str) -> None:
+        super().check_at(path)
+        for name, history in self.histories.items():
+            key, time = f"{path}.histories.{name}", f"{path}.time must name the time column of the rows"
+            refuse(history.times and not self.time, f"{key}.times dates events: {time}")
+            refuse(history.files and not self.time, f"{key}.files is a log of timed events: {time}")
+            refuse(
+                not history.lists and not self.user,
+                f"{key} collects a user's earlier events: {path}.user must name the user column",
+            )
+        kinds = ("categorical", "list", "numeric", "vectors")
+        of_vendors = {f"{path}.vendor_{kind}": list(getattr(self, f"vendor_{kind}")) for kind in kinds}
+        key, names = next(((key, names) for key, names in of_vendors.items() if names), ("", [""]))
+        refuse(
+            not self.files,
+            f"{path}.files is empty; name the files of labelled rows, e.g. {path}.files=[log.parquet]",
+        )
+        refuse(
+            not self.list_separator,
+            f"{path}.list_separator is empty; give the text between items, e.g. {path}.list_separator='|'",
+        )
+        refuse(not self.labels, f"{path}.labels is empty; name at least one, e.g. labels: {{click: clicked}}")
+        refuse(
+            self.split_by == "last" and not (self.user and self.time),
+            f"{path}.split_by=last holds out each user's last requests: {path}.user and {path}.time must name "
+            f"their columns, e.g. {path}.user=session {path}.time=position",
+        )
+        refuse(
+            self.train_requests == "last" and self.split_by != "last",
+            f"{path}.train_requests=last goes with {path}.split_by=last, which holds out each user's last ones",
+        )
+        refuse(
+            self.request and not self.user,
+            f"{path}.request={self.request} groups rows of one user: {path}.user must name the user column; "
+            f"without users, let each request be one, {path}.user={self.request}",
+        )
+        refuse(
+            key and not self.vendor,
+            f"{key}={names} are features of vendors: {path}.vendor must name the column that tells vendors apart, "
+            f"e.g. {path}.vendor={names[0]}",
+        )
+        refuse(
+            self.vendor and not key,
+            f"{path}.vendor={self.vendor} has no feature; name at least one, e.g. "
+            f"{path}.vendor_categorical=[{self.vendor}]",
+        )
+
     @property
     def is_open(self) -> bool:
         return self.follow_wait > 0
@@ -230,6 +325,16 @@ class EventsConfig(DataConfig):
 
     def has_real_labels(self, task: str) -> bool:
         return task in self.real_labels
+
+    def leave_out_statistics(self) -> None:
+        if self.statistics == "auto":
+            self.statistics = "none"
+
+    def transformed(self) -> dict[str, dict[str, Any]]:
+        return {name: asdict(each) for name, each in self.transforms.items()}
+
+    def counted(self) -> Any:
+        return self.statistics
 
 
 @dataclass
@@ -258,12 +363,26 @@ class SyntheticConfig(DataConfig):
     signal: str = option("matches", choices=["matches", "network"])
     tasks: list[str] = field(default_factory=lambda: ["click", "like"])
 
+    def check_at(self, path: str) -> None:
+        super().check_at(path)
+        once = list(dict.fromkeys(self.tasks))
+        if once != self.tasks:
+            raise ValueError(
+                f"{path}.tasks={self.tasks} must name each task once, e.g. {path}.tasks=[{','.join(once)}]"
+            )
+
 
 @dataclass
 class PrecisionConfig:
     # auto: bf16 where the hardware multiplies it, else fp32
     name: str = option(MISSING, choices=["auto", "fp32", "bf16", "mxfp8", "mxfp8_g128"])
     quantize: list[str] = field(default_factory=list)  # globs over names of layers on MXFP8 operands, or auto
+
+    def check_at(self, path: str) -> None:
+        if self.name.startswith("mxfp8") and not self.quantize:
+            raise ValueError(
+                f'{path}={self.name} quantises nothing: {path}.quantize is empty; e.g. {path}.quantize=["arch.*"]'
+            )
 
 
 @dataclass
@@ -303,6 +422,15 @@ class OptimizerConfig:
     task_weights: dict[str, float] = field(default_factory=dict)  # in the loss and for the best checkpoint; others 1
 
     retired: ClassVar[dict[str, Any]] = {"sparse_weight_decay_mode": "decoupled", "decay_share": 0.2}
+
+    def check_at(self, path: str) -> None:
+        refuse(
+            self.sparse_weight_decay and self.sparse != "rowwise_adagrad",
+            f"{path}.sparse_weight_decay={self.sparse_weight_decay} goes with {path}.sparse=rowwise_adagrad; use "
+            f"that, or 0 with {path}.sparse={self.sparse}",
+        )
+        refuse(len(self.betas) != 2, f"{path}.betas={self.betas} must be two numbers, e.g. {path}.betas=[0.9,0.999]")
+        refuse(self.min_lr > 1, f"{path}.min_lr={self.min_lr} is a fraction of {path}.lr: at most 1, e.g. 0.1")
 
 
 SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
@@ -345,7 +473,32 @@ class ParallelConfig:
     row_precision: str = option("fp32", choices=["fp32", "bf16"])
     hbm_gib: float | None = None  # GPU memory of a rank that the planner may use; default: the device's
     host_gib: float = 64.0  # the same of host memory, for tables that the GPUs cannot hold
-    reserve: float = option(0.15, below=1, example=0.1)  # fraction of GPU memory left to the dense part and activations
+
+    retired: ClassVar[dict[str, Any]] = {"reserve": ...}
+
+    def check_at(self, path: str) -> None:
+        in_host = next((rule.kernels for rule in self.tables if set(rule.kernels or ()) - {"fused"}), None)
+        refuse(
+            self.expert_payload != "full" and self.expert_ranks < 2,
+            f"{path}.expert_payload={self.expert_payload} needs experts on several ranks, between which tokens "
+            f"travel; use {path}.expert_payload=full, or e.g. {path}.expert_ranks=2",
+        )
+        refuse(
+            self.index_dedup and self.row_precision != "fp32",
+            f"{path}.index_dedup=true with {path}.row_precision={self.row_precision}: the gradients of an id that "
+            "occurs often would be added up in bfloat16, where small ones are lost; use "
+            f"{path}.row_precision=fp32 or {path}.index_dedup=false",
+        )
+        refuse(
+            self.table_ranks and in_host,
+            f"{path}.table_ranks={self.table_ranks} with {path}.tables kernels={in_host}: copies of tables in "
+            f"host memory cannot be averaged; use kernels: [fused] or {path}.table_ranks=0",
+        )
+        refuse(
+            self.table_average_every > 1 and not self.table_ranks,
+            f"{path}.table_average_every={self.table_average_every} needs copies of the tables, each on "
+            f"{path}.table_ranks ranks; use that, e.g. {path}.table_ranks=8, or {path}.table_average_every=1",
+        )
 
 
 @dataclass
@@ -361,9 +514,12 @@ class CheckpointConfig:
     every: int = 0  # steps between checkpoints; 0: only with validations
     keep: int = option(2, least=1)  # newest checkpoints kept; the best on validation is kept, too
     load: str | None = None  # start from the weights of this checkpoint, or of a run's best one (no resumption)
-    load_optimizer: bool = False  # with `load`: also the moments of its optimisers
-    load_partial: bool = False  # with `load`: only what has the same name and size; the log lists what is left out
+    # with `load`: all weights | only what has the same name and size, the log lists what is left out | all weights and
+    # the moments of their optimisers
+    load_what: str = option("weights", choices=["weights", "partial", "optimizer"])
     async_save: bool = True
+
+    retired: ClassVar[dict[str, Any]] = {"load_optimizer": ..., "load_partial": ...}
 
 
 @dataclass
@@ -378,7 +534,6 @@ class TrackingConfig:
         "auto", choices=["auto", "online", "offline", "disabled"]
     )  # auto: online with a key, else offline
     project: str = "gemsmith"
-    entity: str | None = None
     name: str | None = None  # of the W&B run; default: that of the run directory
     group: str | None = None
     job_type: str | None = None
@@ -392,7 +547,8 @@ class TrackingConfig:
     )  # bar on rank 0; auto: when stderr is a terminal
     http_port: int = option(0, most=65535)  # rank 0 serves /metrics (Prometheus) and /healthz there; 0: nowhere
     http_host: str = "127.0.0.1"  # address of the interface that it listens on; 0.0.0.0: of all
-    http_healthy: float = option(600.0, least=1)  # seconds without a step after which /healthz says 503
+
+    retired: ClassVar[dict[str, Any]] = {"entity": ..., "http_healthy": ...}
 
 
 @dataclass
@@ -423,6 +579,13 @@ class RuntimeConfig:
     )  # seconds that ranks wait for the slowest one before the run ends
     threads: int = 0  # CPU threads a rank; 0: cores divided by the ranks of this node
     profile_step: int = 0  # trace five steps from this one with torch.profiler; 0 never
+
+    def check_at(self, path: str) -> None:
+        if self.eval_every and (self.evals_per_epoch or 1) > 1:
+            raise ValueError(
+                f"{path}.eval_every={self.eval_every} counts steps and {path}.evals_per_epoch={self.evals_per_epoch} "
+                f"parts of an epoch; use one of them, e.g. {path}.eval_every=0"
+            )
 
 
 @dataclass

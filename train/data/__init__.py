@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from types import ModuleType
+from typing import Any
 
 from train.config.schema import DataConfig, EventsConfig, MovieLensConfig, SyntheticConfig
 from train.data import events, movielens
@@ -13,19 +16,35 @@ from train.data.synthetic import SyntheticSource
 __all__ = ["PreparedSource", "Source", "SyntheticSource", "build_source"]
 
 
+Maker = Callable[[Any, store.ByFirst], Source]
+
+
+def _prepared(module: ModuleType) -> Maker:
+    """Of files that `module.prepare(config, folder)` prepares into `module.cache_folder(config)`."""
+
+    def make(config: DataConfig, by_first: store.ByFirst) -> Source:
+        folder = module.cache_folder(config)
+        store.prepare_once(folder, partial(module.prepare, config), by_first)
+        return PreparedSource(folder, config.max_history)
+
+    return make
+
+
+MAKERS: dict[type[DataConfig], Maker] = {
+    SyntheticConfig: lambda config, by_first: SyntheticSource(config),
+    MovieLensConfig: _prepared(movielens),
+    EventsConfig: _prepared(events),
+}
+"""How the source of each of `train.config.schema.SOURCES` is made."""
+
+
 def build_source(config: DataConfig, by_first: store.ByFirst = lambda prepare: prepare()) -> Source:
     """The source that a configuration describes.
 
     Files are prepared in the function that `by_first` is given, unless the cache has them already; by default this
     process is alone. Raises ValueError for bad input, naming file and row.
     """
-    if isinstance(config, SyntheticConfig):
-        return SyntheticSource(config)
-    if isinstance(config, MovieLensConfig):
-        folder, prepare = movielens.cache_folder(config), partial(movielens.prepare, config)
-    elif isinstance(config, EventsConfig):
-        folder, prepare = events.cache_folder(config), partial(events.prepare, config)
-    else:
-        raise ValueError(f"data.name={config.name!r} is no source; use movielens, events or synthetic")
-    store.prepare_once(folder, prepare, by_first, config.verify_cache)
-    return PreparedSource(folder, config.max_history)
+    make = next((MAKERS[kind] for kind in type(config).__mro__ if kind in MAKERS), None)
+    if make is None:
+        raise ValueError(f"data.name={config.name!r} is no source; use {', '.join(kind.name for kind in MAKERS)}")
+    return make(config, by_first)

@@ -44,9 +44,10 @@ def pin(config: Config, world: World, run_dir: Path) -> None:
     Raises ValueError for settings that do not go with files that come later.
     """
     data = config.data
-    if not isinstance(data, EventsConfig) or not data.follow_wait:
+    if not data.is_open:
         return
     check(config)
+    assert isinstance(data, EventsConfig)
     patterns = [*data.files, *data.follow]
 
     def begin() -> list[str]:

@@ -215,7 +215,7 @@ def save_meta(
     new_ids: bool,
     vectors: VectorFiles | None = None,
 ) -> None:
-    transforms, digests = mapping.transforms_of(config), vectors.digests if vectors else {}
+    transforms, digests = config.transformed(), vectors.digests if vectors else {}
     statistics = dense.statistics | (vectors.statistics if vectors else {})
     rates = earlier.label_rates if earlier else {}
     meta: dict[str, Any] = {
@@ -228,7 +228,7 @@ def save_meta(
         "fingerprint": _fingerprint(spec, ids, statistics, transforms, digests),
         "transforms": transforms,
         "vectors": digests,
-        "statistics": config.statistics if isinstance(config, EventsConfig) else {},
+        "statistics": config.counted(),
         "display": _display(config, spec, ids, statistics),
         "oov_rows": config.oov_rows,
         "extends": earlier.fingerprint if earlier else None,

@@ -92,6 +92,8 @@ class RequestReader:
         self.nan_missing = set(matching(columns, data.get("missing_nan", [])))
         self.indicated = {name + INDICATOR: name for name in matching(columns, data.get("missing_indicator", []))}
         known = mapping.read(run_dir)
+        if lost := sorted(spec.tables.keys() - known.ids.keys()) if data["id_map"] == "vocabulary" else []:
+            raise ValueError(f"{run_dir / mapping.FOLDER} lacks the ids of table {lost[0]!r}; copy it whole")
         self.numeric = known.numeric
         self.statistics = Lookup(run_dir, data, known.statistics)
         self.logarithmic |= self.statistics.logarithmic

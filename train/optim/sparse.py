@@ -35,6 +35,7 @@ from train.process.distributed import World
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {"rowwise_adagrad": RowWiseAdagrad, "adam": Adam, "sgd": SGD}
 CPU_OPTIMIZERS = ("rowwise_adagrad", "sgd")  # what FBGEMM fuses there
 GIB = 2**30
+RESERVED = 0.15  # fraction of memory that the planner leaves to the dense part and activations
 SAMPLE = 256  # requests from which the planner's mean numbers of ids are taken
 MIN_COLUMNS = 32  # of a column-wise shard: narrower rows waste memory transactions
 
@@ -221,7 +222,7 @@ def plan_tables(
             ddr_cap=int(parallel.host_gib * GIB),
         ),
         batch_size=config.data.batch_size,
-        storage_reservation=FixedPercentageStorageReservation(percentage=parallel.reserve),
+        storage_reservation=FixedPercentageStorageReservation(percentage=RESERVED),
         constraints=constraints,
         debug=False,
     )
@@ -234,8 +235,8 @@ def plan_tables(
             return planner.plan(model, sharders)
         except PlannerError as error:
             raise ValueError(
-                f"{str(error).splitlines()[0].strip()} A rank may fill {memory}, of which parallel.reserve="
-                f"{parallel.reserve} stays free: allow more, take more ranks, or make the tables smaller, e.g. "
+                f"{str(error).splitlines()[0].strip()} A rank may fill {memory}, of which "
+                f"{RESERVED:.0%} stays free: allow more, take more ranks, or make the tables smaller, e.g. "
                 "data.min_count=2"
             ) from error
 

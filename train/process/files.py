@@ -43,6 +43,7 @@ def named(path: Path) -> Iterator[None]:
 
 def room(folder: Path) -> str:
     """How much can be written below a folder, in a few words: by the disk, and by the limit of a process."""
+    folder = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
     most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     limit = f", and a file may have {most / 2**20:,.1f} MiB (ulimit -f)" if most != resource.RLIM_INFINITY else ""
     return f"{shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free in {folder}{limit}"
@@ -70,10 +71,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def faults(path: Path, sums: Sums, contents: bool = True) -> list[str]:
-    """What is wrong with the files of a folder, each in a few words; without `contents` by their sizes alone."""
+def faults(path: Path, sums: Sums) -> list[str]:
+    """What is wrong with the files of a folder, each in a few words."""
     with ThreadPoolExecutor(READERS) as readers:
-        checked = readers.map(lambda name: fault_of(path / name, sums[name], contents), sums)
+        checked = readers.map(lambda name: fault_of(path / name, sums[name]), sums)
         return [fault for fault in checked if fault is not None]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from train.checkpoint.find import checkpoints
 from train.record.prometheus import TEXT, labels, metric
 
+HEALTHY = 600.0  # seconds without a step for which a run is taken for alive
 OF_THE_RUN = {
     "loss": ("gemsmith_loss", "Training loss, mean since the last log line."),
     "lr": ("gemsmith_learning_rate", "Learning rate of the dense part."),
@@ -31,9 +32,9 @@ OF_THE_RUN = {
 class Endpoint:
     """Serves from when it is made until `close`. OSError if it cannot listen there, such as on a port in use."""
 
-    def __init__(self, run_dir: Path, host: str, port: int, healthy: float, *, step: int, total_steps: int) -> None:
-        """`healthy`: seconds for which a run that ends no step is taken for alive. Steps are counted from `step`."""
-        self.run_dir, self.healthy, self.step, self.total_steps = run_dir, healthy, step, total_steps
+    def __init__(self, run_dir: Path, host: str, port: int, *, step: int, total_steps: int) -> None:
+        """Steps are counted from `step`."""
+        self.run_dir, self.step, self.total_steps = run_dir, step, total_steps
         self._values: dict[str, Mapping[str, float]] = {}  # by split
         self._ended = time.monotonic()  # of the last step
         self._between = 0  # more than 0 while something else than steps is done
@@ -68,9 +69,8 @@ class Endpoint:
 
     def _health(self) -> tuple[int, str]:
         age = self._age()
-        if age > self.healthy:
-            limit = f"more than tracking.http_healthy={self.healthy:g}"
-            return 503, f"no step has ended for {age:.0f} s, {limit}; the last was step {self.step}\n"
+        if age > HEALTHY:
+            return 503, f"no step has ended for {age:.0f} s, more than {HEALTHY:g}; the last was step {self.step}\n"
         return 200, f"step {self.step} of {self.total_steps}\n"
 
     def _metrics(self) -> tuple[int, str]:

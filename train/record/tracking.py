@@ -123,7 +123,6 @@ class _Wandb:
             mode=mode,  # type: ignore[arg-type]
             dir=run_dir,
             project=os.environ.get("WANDB_PROJECT", tracking.project),
-            entity=tracking.entity,
             group=tracking.group,
             job_type=tracking.job_type,
             tags=tracking.tags or None,
@@ -287,9 +286,7 @@ class Tracker:
 
         tracking = self.tracking
         address = (tracking.http_host, tracking.http_port)
-        self._endpoint = Endpoint(
-            self.run_dir, *address, tracking.http_healthy, step=step, total_steps=self._total_steps
-        )
+        self._endpoint = Endpoint(self.run_dir, *address, step=step, total_steps=self._total_steps)
         self._mirrors["the endpoint"] = self._endpoint
         logger.info("metrics: http://%s:%s/metrics", *self._endpoint.address)
 

@@ -26,6 +26,7 @@ from modules.loss import TaskLosses
 from modules.models.scoring import IN_PROGRAM, Sequences, VendorInputs, scoring_inputs, vendor_inputs
 from modules.pretrained import PretrainedModel, is_importable, load_embedding, read_description
 from train.config.places import name_here
+from train.process.files import faults
 from train.serving.user_side import Halves, UserSides
 from train.speedup.replay import Replay
 
@@ -100,6 +101,8 @@ class Scorer:
         calls of one request in host memory that ask again; ValueError where that cannot be."""
         folder = Path(folder)
         about = read_about(folder)
+        for fault in faults(folder, about.get("files", {})):  # exports of earlier versions have none
+            raise ValueError(f"{folder} is damaged ({fault}); export the model anew")
         _import_operators(about["operators"])
         config, self.spec = read_description(folder)
         self.device = torch.device(about["device"])
@@ -253,8 +256,12 @@ def read_about(folder: Path) -> dict[str, Any]:
         about = json.loads((folder / ABOUT).read_text())
     except OSError as error:
         raise ValueError(f"{folder} holds no exported model ({error}); write one with train.commands.export") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{folder / ABOUT} is damaged ({error}); export the model anew") from None
     if missing := [key for key in ("operators", "program", "dtype") if key not in about]:
         raise ValueError(f"{folder / ABOUT} has no {missing[0]!r}: it is of another version; export the model anew")
+    if stray := [name for name in about.get("files", {}) if Path(name).is_absolute() or ".." in Path(name).parts]:
+        raise ValueError(f"{folder / ABOUT} names {stray[0]!r}, a file of another folder; export the model anew")
     return about
 
 

@@ -191,9 +191,7 @@ class PersonalizedFFN(nn.Module):
 
     which is attention with the token itself as the query and `hidden` keys and values: M_1 and M_2, each
     [hidden, num_summary], mix the tokens of the summary, the same for every feature. Made so, the weights of a row have
-    at most rank num_summary. With `kron_terms` they are sums of that many Kronecker products (SumKronLinear of Kunlun),
-    W_1^T = sum_i M_1i X P_i, and W_2 likewise with the same P_i [dim, dim]: of rank kron_terms * num_summary, and each
-    head reads all features of the summary. Heads of the token do not mix; that is left to the attention that follows.
+    at most rank num_summary. Heads of the token do not mix; that is left to the attention that follows.
     Scales are those of `scales` for `hidden` keys; the other options are those of `GDPASelfAttention`.
     """
 
@@ -205,7 +203,6 @@ class PersonalizedFFN(nn.Module):
         hidden: int,
         *,
         max_length: int,
-        kron_terms: int = 0,
         activation: Activation = "gelu",
         qk_norm: bool = False,
         score_scale: float | None = None,
@@ -219,9 +216,8 @@ class PersonalizedFFN(nn.Module):
         self.qk_norm = qk_norm
         self.score_scale, self.out_scale = scales(hidden, self.head_dim, qk_norm, score_scale, out_scale)
         self.num_summary = num_summary
-        self.project = nn.Linear(dim, kron_terms * dim, bias=False) if kron_terms else None
         # Rows of M_1 and M_2 alternate, so that keys and values are views of one product without gaps between rows.
-        self.mix = nn.Parameter(torch.empty(2 * hidden, num_summary * max(kron_terms, 1)))
+        self.mix = nn.Parameter(torch.empty(2 * hidden, num_summary))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -240,8 +236,6 @@ class PersonalizedFFN(nn.Module):
             raise ValueError(
                 f"summary must be [B, {self.num_summary}, {self.num_heads * self.head_dim}], got {list(summary.shape)}"
             )
-        if self.project is not None:  # projected before they are mixed: there are fewer tokens than hidden units
-            summary = self.project(summary).view(len(summary), -1, summary.shape[2])
         # A batched product: matmul would transpose the summary, to make one large product with features as rows.
         mixed = torch.bmm(self.mix.expand(len(summary), -1, -1), summary)
         key, value = mixed.view(len(summary), len(self.mix) // 2, 2, self.num_heads, self.head_dim).unbind(2)

@@ -4,58 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from kernels.core.offsets import scaled_offsets
-from kernels.jagged import jagged_dense_bmm
-from kernels.tokens import EPSILON
 from modules.broadcast import CandidateRows, request_part
 from modules.config import option
 from modules.core.side_stream import SideStream
-from modules.layers.feed_forward.mlp import MLP, SharedLinear
-from modules.layers.interaction.dot_cross import DotInteraction, inner_products, products_across
+from modules.layers.feed_forward.mlp import MLP
+from modules.layers.interaction.dot_cross import inner_products, products_across
 from modules.layers.interaction.lce import LCE, compress_together
 from modules.layers.norms import rms_norm
-
-MACHINES = ("optimised", "plain", "attentive")
 
 
 @dataclass
 class WukongConfig:
-    """Options of a layer's machine, see `WukongLayer`, as a configuration has them."""
+    """Options of a layer, see `WukongLayer`, as a configuration has them."""
 
-    machine: str = option("optimised", choices=MACHINES)  # products X (X^T Y) | X X^T | with a Y of each candidate
-    rank: int = option(8, least=1)  # columns of Y
-    num_compressed: int = option(4, least=1)  # attentive: mixtures of tokens that Y is made from
-    attention_hidden: list[int] = option([64], least=1)  # attentive: of the MLP that makes Y
+    num_fmb: int = option(8, least=1)  # tokens that a layer's factorisation machine makes
+    num_lcb: int = option(8, least=1)  # tokens that its linear compression makes
+    rank: int = option(8, least=1)  # columns of Y in the machine's products X (X^T Y)
 
-    def machine_options(self) -> dict[str, Any]:
+    retired: ClassVar[dict[str, Any]] = {"machine": "optimised", "num_compressed": ..., "attention_hidden": ...}
+    # For `ModelConfig.moved`: models of earlier versions had these beside their own.
+    beside: ClassVar[dict[str, str]] = {key: f"wukong.{key}" for key in ("num_fmb", "num_lcb", "rank")}
+
+    def layer_options(self) -> dict[str, Any]:
         """What `WukongLayer` takes of them."""
         return {each.name: getattr(self, each.name) for each in fields(WukongConfig)}
-
-
-def in_section(section: str = "wukong") -> dict[str, str]:
-    """Where keys of earlier versions, which stood beside those of the model, are now: for `ModelConfig.moved`."""
-    return {each.name: f"{section}.{each.name}" for each in fields(WukongConfig)}
 
 
 class WukongLayer(nn.Module):
     """Norm([FMB(X) | LCB(X)] + Res(X)): [C, n, d] -> [C, num_fmb + num_lcb, d].
 
-    - FMB, the factorisation machine: products of tokens, normalised as one vector, through an MLP with `hidden` layers
-      to num_fmb tokens;
+    - FMB, the factorisation machine: products X (X^T Y) / sqrt(d) with Y [n, rank] learned, the paper's optimised form,
+      normalised as one vector, through an MLP with `hidden` layers to num_fmb tokens;
     - LCB: num_lcb linear mixtures of the tokens;
     - Res: the tokens themselves where the layer keeps their number, linear mixtures of them elsewhere.
-
-    `machine` says which products:
-
-    - "optimised": X (X^T Y) / sqrt(d) with Y [n, rank] learned;
-    - "plain": X X^T / sqrt(d), that is the products of all pairs of different tokens, each once;
-    - "attentive": as optimised, but each candidate has a Y of its own, see `AttentiveCompression`, which is made from
-      `num_compressed` mixtures of its tokens by an MLP with `attention_hidden` layers.
 
     Input tokens must be normalised, so that the factor keeps products at unit variance. The norms are RMSNorm without
     affine and take statistics in at least float32, as everywhere here; LCB and mixtures have no bias. Y is initialised
@@ -82,27 +68,12 @@ class WukongLayer(nn.Module):
         dropout: float,
         num_request: int = 0,
         max_candidates: int = 1,
-        machine: str = "optimised",
-        num_compressed: int = 4,
-        attention_hidden: Sequence[int] = (),
         block: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        if machine not in MACHINES:
-            raise ValueError(f"machine must be one of {', '.join(MACHINES)}, got {machine!r}")
         num_tokens = num_candidate + num_request
-        shared: dict[str, Any] = {"num_request": num_request, "max_candidates": max_candidates}
-        self.project: LCE | AttentiveCompression | None = None
-        self.fmb: MLP | PairMachine
-        if machine == "plain":
-            self.fmb = PairMachine(num_candidate, dim, hidden, num_fmb * dim, dropout, **shared)
-        elif machine == "attentive":
-            shared |= {"num_compressed": num_compressed, "hidden": attention_hidden, "dropout": dropout}
-            self.project = AttentiveCompression(num_candidate, dim, rank, **shared)
-        else:
-            self.project = LCE(num_candidate, rank, num_request)
-        if machine != "plain":
-            self.fmb = MLP(num_tokens * rank, hidden, num_fmb * dim, dropout)
+        self.project = LCE(num_candidate, rank, num_request)
+        self.fmb = MLP(num_tokens * rank, hidden, num_fmb * dim, dropout)
         self.lcb = LCE(num_candidate, num_lcb, num_request)
         keeps = num_tokens == num_fmb + num_lcb
         self.residual = None if keeps else LCE(num_candidate, num_fmb + num_lcb, num_request)
@@ -121,14 +92,12 @@ class WukongLayer(nn.Module):
 
     def _mixed(self, candidate: Tensor, request: Tensor | None, rows: CandidateRows | None) -> Tensor:
         given = request_part(self.num_request, request, rows, "tokens")
-        optional = [self.project if isinstance(self.project, LCE) else None, self.residual]
-        layers = [self.lcb, *(layer for layer in optional if layer is not None)]
-        linear, *rest = compress_together(layers, candidate, request, rows)
-        residual = None if self.residual is None else rest.pop()
-        machine = self._machine(candidate, request, rows, *rest).unflatten(1, (-1, self.dim))
+        layers = [self.lcb, self.project, *([] if self.residual is None else [self.residual])]
+        linear, projected, *rest = compress_together(layers, candidate, request, rows)
+        machine = self._machine(candidate, request, rows, projected).unflatten(1, (-1, self.dim))
         mixed = torch.cat([machine, linear], dim=1)
-        if residual is not None:
-            return rms_norm(mixed + residual)
+        if rest:
+            return rms_norm(mixed + rest[0])
         if given is None:
             return rms_norm(mixed + candidate)
         request, rows = given
@@ -136,112 +105,14 @@ class WukongLayer(nn.Module):
         return rms_norm(torch.cat([rows.add(of_request, request), of_candidate + candidate], dim=1))
 
     def _machine(
-        self, candidate: Tensor, request: Tensor | None, rows: CandidateRows | None, projected: Tensor | None = None
+        self, candidate: Tensor, request: Tensor | None, rows: CandidateRows | None, projected: Tensor
     ) -> Tensor:
-        """[C, num_fmb * d]; `projected` is Y^T X if it is known."""
-        if self.project is None:
-            return self.fmb(candidate, request, rows)
-        if projected is None:
-            projected = self.project(candidate, request, rows)
+        """[C, num_fmb * d]; `projected` is Y^T X."""
         products = inner_products(candidate, projected)
         if request is not None and rows is not None:
             across = products_across(projected, request, rows, self.max_candidates).unflatten(1, (-1, self.num_request))
             products = torch.cat([across.mT, products], dim=1)
         return self.fmb(rms_norm(products.flatten(1) * self.dim**-0.5))
-
-
-class AttentiveCompression(nn.Module):
-    """Y^T X with a Y [n, num_out] of each candidate: [C, n, d] -> [C, num_out, d]. Tokens must be normalised.
-
-    Y = MLP(Norm(W X)) / sqrt(n), W X [num_compressed, d] flattened, after the attentive machine of Wukong, which makes
-    Y from a linear compression of the tokens. The factor keeps Y^T X from growing with n. Tokens of a request as in
-    `WukongLayer`; they come first in Y.
-    """
-
-    def __init__(
-        self,
-        num_candidate: int,
-        dim: int,
-        num_out: int,
-        *,
-        num_compressed: int,
-        hidden: Sequence[int],
-        dropout: float,
-        num_request: int = 0,
-        max_candidates: int = 1,
-    ) -> None:
-        super().__init__()
-        self.compress = LCE(num_candidate, num_compressed, num_request)
-        self.weights = MLP(num_compressed * dim, hidden, num_out * (num_request + num_candidate), dropout)
-        self.num_out = num_out
-        self.num_candidate = num_candidate
-        self.num_request = num_request
-        self.max_candidates = max_candidates
-
-    def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
-        compressed = rms_norm(self.compress(candidate, request, rows)).flatten(1)
-        weights = self.weights(compressed) * (self.num_request + self.num_candidate) ** -0.5
-        of_request, own = weights.unflatten(1, (self.num_out, -1)).split([self.num_request, self.num_candidate], dim=2)
-        mixed = torch.bmm(own, candidate)
-        if request is None or rows is None:
-            return mixed
-        # The weights of all candidates of a request are rows of one product with its tokens.
-        offsets = scaled_offsets(rows.offsets, self.num_out)
-        shared = jagged_dense_bmm(of_request.flatten(0, 1), offsets, request, self.max_candidates * self.num_out)
-        return mixed + shared.view_as(mixed)
-
-
-class PairMachine(nn.Module):
-    """MLP(Norm(pairs)) of the inner products of all pairs i < j of n tokens: [C, n, d] -> [C, out_dim].
-
-    The diagonal of X X^T is left out, because tokens are normalised. Products of a request's tokens with each other are
-    computed once a request, and so is their part of the MLP's first layer; the norm, over all pairs of a candidate, is
-    a factor of that layer's result.
-    """
-
-    def __init__(
-        self,
-        num_candidate: int,
-        dim: int,
-        hidden: Sequence[int],
-        out_dim: int,
-        dropout: float,
-        *,
-        num_request: int = 0,
-        max_candidates: int = 1,
-    ) -> None:
-        super().__init__()
-        self.dot = DotInteraction(num_candidate, scale=dim**-0.5)
-        self.shared_dot = DotInteraction(num_request, scale=dim**-0.5) if num_request > 1 else None
-        of_request = self.shared_dot.num_pairs if self.shared_dot is not None else 0
-        of_candidate = self.dot.num_pairs + num_candidate * num_request
-        if of_candidate == 0:
-            raise ValueError("machine='plain' multiplies pairs of tokens, and there is one token; use 'optimised'")
-        width, *widths = [*hidden, out_dim]
-        self.first = SharedLinear(of_candidate, of_request, width, bias=False)
-        self.bias = nn.Parameter(torch.empty(width))
-        layers = [nn.SiLU(), nn.Dropout(dropout), MLP(width, widths[:-1], out_dim, dropout)] if hidden else []
-        self.rest = nn.Sequential(*layers)
-        self.num_pairs = of_candidate + of_request
-        self.num_request = num_request
-        self.max_candidates = max_candidates
-        self.dim = dim
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.bias)
-
-    def forward(self, candidate: Tensor, request: Tensor | None = None, rows: CandidateRows | None = None) -> Tensor:
-        pairs, shared = self.dot(candidate), None
-        if request is not None and rows is not None:
-            pairs = torch.cat([pairs, self.dot.across(candidate, request, rows, self.max_candidates)], dim=1)
-        squares = _sum_of_squares(pairs)
-        if self.shared_dot is not None and request is not None and rows is not None:
-            shared = self.shared_dot(request)
-            squares = rows.add(squares, _sum_of_squares(shared))
-        factor = (squares / self.num_pairs + EPSILON).rsqrt()
-        hidden = self.first(pairs, shared, rows)
-        return self.rest((hidden * factor + self.bias).to(hidden.dtype))
 
 
 class WukongExperts(nn.Module):
@@ -259,9 +130,9 @@ class WukongExperts(nn.Module):
         dim: int,
         *,
         num_experts: int,
-        num_layers: int,
         num_fmb: int,
         num_lcb: int,
+        num_layers: int = 1,
         num_request: int = 0,
         max_candidates: int = 1,
         **options: Any,
@@ -320,8 +191,3 @@ class _Deal(torch.autograd.Function):
         whole = torch.stack([gradient[:, :least] for gradient in gradients], 2).flatten(1, 2)
         rest = [gradient[:, least:] for gradient in gradients if gradient.shape[1] > least]
         return torch.cat([whole, *rest], 1) if rest else whole, None
-
-
-def _sum_of_squares(pairs: Tensor) -> Tensor:
-    """[rows, pairs] -> [rows, 1], in at least float32."""
-    return pairs.to(torch.promote_types(pairs.dtype, torch.float32)).square().sum(1, keepdim=True)

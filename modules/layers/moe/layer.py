@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,15 @@ from modules.layers.moe.dispatcher import Dispatcher
 from modules.layers.moe.exchange import Exchange
 from modules.layers.moe.experts import Experts, SharedExperts
 from modules.layers.moe.router import Router
+
+
+@dataclass
+class RoutingConfig:
+    """How tokens choose among experts."""
+
+    num_experts: int = option(8, least=1)
+    top_k: int = option(2, least=1)
+    bias_update_rate: float = 1e-3  # loss-free balancing: step of the selection bias, 0 turns it off
 
 
 class MoE(nn.Module):
@@ -30,25 +39,22 @@ class MoE(nn.Module):
         num_shared_experts: experts of the same width that every token passes through, unweighted.
         bias_update_rate: step of the loss-free balancing, see `update_router_biases`; 0 turns it off.
         aux_loss_weight: of `load_balancing_loss` in `aux_loss`; 0 turns it off.
-        force_balance: hand every expert the same load whatever the scores, for benchmarks.
         num_kinds: tokens are of as many kinds in turn, each with `num_experts / num_kinds` experts of its own.
     Raises:
         ValueError: top_k outside 1..num_experts, unknown score, or a router that could get no gradient.
     """
 
     @dataclass
-    class Config:
+    class Config(RoutingConfig):
         """The arguments after `dim`, as a configuration has them."""
 
-        num_experts: int = option(8, least=1)
-        top_k: int = option(2, least=1)
         expert_dim: int = option(128, least=1)  # hidden width of one expert
         score: str = option("softmax", choices=["softmax", "sigmoid"])
         normalize_weights: bool = True  # divide the top-k mixing weights by their sum
         num_shared_experts: int = 0  # experts that every token passes through
-        bias_update_rate: float = 1e-3  # loss-free balancing: step of the selection bias, 0 turns it off
         aux_loss_weight: float = 0.0  # classical load-balancing loss, added to the training loss
-        force_balance: bool = False  # for benchmarks: every expert gets the same load, whatever the router says
+
+        retired: ClassVar[dict[str, Any]] = {"force_balance": False}
 
         def check_at(self, path: str) -> None:
             if not 1 <= self.top_k <= self.num_experts:
@@ -66,7 +72,6 @@ class MoE(nn.Module):
         num_shared_experts: int = 0,
         bias_update_rate: float = 1e-3,
         aux_loss_weight: float = 0.0,
-        force_balance: bool = False,
         num_kinds: int = 1,
     ) -> None:
         super().__init__()
@@ -77,7 +82,6 @@ class MoE(nn.Module):
             score=score,
             normalize_weights=normalize_weights,
             bias_update_rate=bias_update_rate,
-            force_balance=force_balance,
             num_kinds=num_kinds,
         )
         self.dispatcher: Dispatcher | Exchange = Dispatcher()

@@ -38,9 +38,6 @@ class Router(nn.Module):
 
     With `num_kinds`, tokens are of kinds 0, 1, ... in turn, and each kind chooses among experts of its own: those of
     kind t are t * E / num_kinds to (t + 1) * E / num_kinds. Scores of all others are 0.
-
-    With `force_balance`, for benchmarks, the scores do not select: experts are assigned in turn and get the same load.
-    Scores still give the mixing weights, so that as much is computed and differentiated.
     """
 
     expert_bias: Tensor
@@ -55,7 +52,6 @@ class Router(nn.Module):
         score: str = "softmax",
         normalize_weights: bool = True,
         bias_update_rate: float = 1e-3,
-        force_balance: bool = False,
         num_kinds: int = 1,
     ) -> None:
         super().__init__()
@@ -75,7 +71,6 @@ class Router(nn.Module):
         self.score = score
         self.normalize_weights = normalize_weights
         self.bias_update_rate = bias_update_rate
-        self.force_balance = force_balance
         self.num_kinds = num_kinds
         self.gate = FP32Linear(dim, num_experts, bias=False)
         self.register_buffer("expert_bias", torch.zeros(num_experts))
@@ -99,7 +94,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """x [N, dim] of any float dtype."""
         scores = SCORES[self.score](self._admissible(self.gate(x)))
-        selected_experts = self._select(scores.detach())
+        selected_experts = top_k(self._admissible(scores.detach() + self.expert_bias), self.top_k)
         weights = scores.gather(1, selected_experts)
         if self.normalize_weights:
             # All selected scores can be 0 by underflow, since the bias decides the selection.
@@ -124,14 +119,6 @@ class Router(nn.Module):
             return (selections[:, None] == torch.arange(self.num_experts, device=selections.device)).sum(0)
         # Integer atomics commute, so this scatter is deterministic.
         return selections.new_zeros(self.num_experts).scatter_add_(0, selections, torch.ones_like(selections))
-
-    def _select(self, scores: Tensor) -> Tensor:
-        if self.force_balance:
-            own = self.num_experts // self.num_kinds
-            token = torch.arange(scores.shape[0], device=scores.device)[:, None]
-            place = token // self.num_kinds * self.top_k + torch.arange(self.top_k, device=scores.device)
-            return token % self.num_kinds * own + place % own
-        return top_k(self._admissible(scores + self.expert_bias), self.top_k)
 
     @torch.no_grad()
     def update_bias(self, counts: Tensor) -> None:

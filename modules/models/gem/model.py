@@ -6,7 +6,7 @@ trunk. docs/gem.md says what the description leaves open, which is much, and wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -14,45 +14,33 @@ from torch import Tensor, nn
 
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows, VendorTokens
-from modules.config import StackConfig, option
+from modules.config import option
 from modules.core.side_stream import SideStream
 from modules.layers.attention.cross_layer import CrossLayerAttention
 from modules.layers.attention.gdpa import GDPAConfig
 from modules.layers.attention.rotary import Rotation, from_end, rotation
 from modules.layers.attention.target_attention import TargetAttention
 from modules.layers.embedding.tokens import Tokens
-from modules.layers.feed_forward.block import FeedForwardBlock, FeedForwardConfig
+from modules.layers.feed_forward.block import FeedForwardBlock
 from modules.layers.interaction.lce import LCE
-from modules.layers.interaction.wukong import WukongConfig, WukongLayer, in_section
+from modules.layers.interaction.wukong import WukongConfig, WukongLayer
 from modules.layers.norms import rms_norm
 from modules.layers.sequence.history import HistoryEncoder
 from modules.layers.sequence.pyramid import PyramidLevel, coarser
 from modules.models.gem.heads import DomainHeads
 from modules.models.ranking import WITHOUT_HISTORIES, Ranker
+from modules.models.summaries import SummariesConfig
 
 
 @dataclass(kw_only=True)
-class GEMConfig(FeedForwardConfig, StackConfig):
+class GEMConfig(SummariesConfig):
     name: str = "gem"
-    num_heads: int = option(2, least=1)
-    num_context: int = option(8, least=1)  # tokens that a request is compressed to, for the weights of the PFFNs
     levels: list[int] = option([32, 8])  # pieces into which coarser levels cut a history; the finest has all events
-    window: int = 64  # of the finest level's self-attention, |i - j| <= window; 0: the whole history
-    pffn_hidden: int = option(32, least=1)
-    pffn_gdpa: GDPAConfig = field(default_factory=lambda: GDPAConfig(out_scale=1.0))  # the block's norm follows
-    num_tokens: int = option(4, least=1)  # of each level's summary
-    num_target: int = option(2, least=1)  # tokens in which a candidate attends to the finest level
-    num_fmb: int = option(8, least=1)
-    num_lcb: int = option(8, least=1)
-    wukong: WukongConfig = field(default_factory=WukongConfig)
-    interaction_hidden: list[int] = option([128], least=1)  # of the machines' MLPs
-    cross_layer: bool = True  # layers attend to the tokens of all earlier ones
     domain_feature: str = ""  # categorical feature of the request whose value says which heads score; "": one domain
-    head_hidden: list[int] = option([128, 64], least=1)
 
-    shared: ClassVar[frozenset[str]] = frozenset({"levels", "domain_feature", "head_hidden"})
-    retired: ClassVar[dict[str, Any]] = {"level_gdpa": vars(GDPAConfig())}
-    moved: ClassVar[dict[str, str]] = in_section()
+    shared: ClassVar[frozenset[str]] = frozenset({"levels", "domain_feature"})
+    retired: ClassVar[dict[str, Any]] = {"cross_layer": True, "level_gdpa": vars(GDPAConfig()), **WukongConfig.retired}
+    moved: ClassVar[dict[str, str]] = WukongConfig.beside
 
     def check_layer(self) -> None:
         if self.dim % (2 * self.num_heads):
@@ -61,6 +49,9 @@ class GEMConfig(FeedForwardConfig, StackConfig):
                 f"model.dim={self.dim} must be a multiple of 2 * model.num_heads={pairs} (rotary positions turn "
                 f"pairs), e.g. model.dim={pairs * max(1, self.dim // pairs)}"
             )
+
+        if self.num_target < 1:
+            raise ValueError(f"model.num_target={self.num_target} must be at least 1, e.g. model.num_target=2")
 
     def check(self) -> None:
         super().check()
@@ -104,7 +95,7 @@ class GEMLayer(nn.Module):
         num_candidate = spec.num_candidate_tokens if before is None else before.num_out
         num_request = spec.num_request_tokens
         of_request, of_vendor = num_request * first, spec.num_vendor_tokens * first
-        self.num_out: int = config.num_fmb + config.num_lcb
+        self.num_out: int = config.wukong.num_fmb + config.wukong.num_lcb
         self.num_summaries = num_levels * config.num_tokens
         self.head_dim = config.dim // config.num_heads
         self.context: LCE | None = None
@@ -121,17 +112,14 @@ class GEMLayer(nn.Module):
         self.wukong = WukongLayer(
             num_candidate + config.num_target * bool(num_levels),
             config.dim,
-            num_fmb=config.num_fmb,
-            num_lcb=config.num_lcb,
             hidden=config.interaction_hidden,
             dropout=config.dropout,
             num_request=of_request + self.num_summaries + of_vendor,
             max_candidates=spec.max_candidates,
             block=FeedForwardBlock(config, config.dim),
-            **config.wukong.machine_options(),
+            **config.wukong.layer_options(),
         )
-        attends = config.cross_layer and not first
-        self.cross = CrossLayerAttention(config.dim, config.num_heads) if attends else None
+        self.cross = None if first else CrossLayerAttention(config.dim, config.num_heads)
         self.dim = config.dim
         self.reset_parameters()
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kernels.core import dispatch
 from kernels.jagged import jagged_dense_bmm, jagged_low_rank
 from modules.broadcast import CandidateRows, VendorTokens
-from modules.config import TokenConfig, option
+from modules.config import HeadsConfig, TokenConfig, option
 from modules.core.vanilla import is_vanilla
 from modules.layers.attention.gdpa import GDPAConfig, GDPASelfAttention, PersonalizedFFN
 from modules.layers.attention.jagged_attention import JaggedSelfAttention
@@ -29,36 +29,31 @@ from modules.layers.interaction.wukong import WukongConfig, WukongLayer
 from modules.layers.norms import add_rms_norm, rms_norm, row_norm
 from modules.layers.pooling.pma import PMA
 
-GATES = {"identity": nn.Identity, "sigmoid": nn.Sigmoid, "tanh": nn.Tanh}
-
 
 @dataclass
-class ArchConfig(TokenConfig):
+class ArchConfig(HeadsConfig, TokenConfig):
     """What several arches share."""
 
-    num_heads: int = option(2, least=1)
     num_cls: int = option(4, least=1)  # summary tokens of the non-sequence side; prepended to the sequence as CLS
-    gate: str = option("identity", choices=GATES)  # the outer function of Gating(Z) = gate(Z * MLP(Z))
 
 
 class Gating(nn.Module):
-    """Gating(Z) = gate(Z * MLP(Z)), the same for every token: [..., d] -> [..., d].
+    """Gating(Z) = Z * MLP(Z), the same for every token: [..., d] -> [..., d].
 
-    The gate is outermost as printed in the paper (and not Z * gate(MLP(Z))); identity is the default because a sigmoid
-    would squash tokens into (0, 1) and turn the zeros of missing recent tokens into 0.5. The MLP has one hidden layer
-    as wide as the token and an output bias that starts at 1: at first tokens pass. Only the MLP sees Z normalised, so
-    that the product carries the magnitude of a token once: without the norm it would grow with its square.
+    The paper prints a gate around the product; a sigmoid would squash tokens into (0, 1) and turn the zeros of missing
+    recent tokens into 0.5. The MLP has one hidden layer as wide as the token and an output bias that starts at 1: at
+    first tokens pass. Only the MLP sees Z normalised, so that the product carries the magnitude of a token once:
+    without the norm it would grow with its square.
     """
 
-    def __init__(self, dim: int, gate: str) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
         self.hidden = MLP(dim, [dim])
         self.output = nn.Linear(dim, dim)
         nn.init.ones_(self.output.bias)
-        self.gate = GATES[gate]()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.gate(activated(self.output, self.hidden(rms_norm(tokens)), factor=tokens))
+        return activated(self.output, self.hidden(rms_norm(tokens)), factor=tokens)
 
 
 class Summary(nn.Module):
@@ -67,7 +62,7 @@ class Summary(nn.Module):
     def __init__(self, num_tokens: int, config: ArchConfig) -> None:
         super().__init__()
         self.lce = LCE(num_tokens, config.num_cls)
-        self.gating = Gating(config.dim, config.gate)
+        self.gating = Gating(config.dim)
         self.num_summary = config.num_cls
         self.dim = config.dim
 
@@ -141,7 +136,7 @@ class SequenceSummary(nn.Module):
         self.pma = PMA(
             config.dim, config.num_heads, config.num_pma, max_candidates=max_candidates, max_length=max_length
         )
-        self.gating = Gating(config.dim, config.gate)
+        self.gating = Gating(config.dim)
 
     def forward(
         self,
@@ -168,8 +163,8 @@ class SequenceSummary(nn.Module):
 @dataclass
 class WukongStackConfig(WukongConfig):
     num_layers: int = option(2, least=1)  # each squares the order of interactions
-    num_fmb: int = option(4, least=1)  # tokens that a layer's factorisation machine makes
-    num_lcb: int = option(4, least=1)  # tokens that its linear compression makes
+    num_fmb: int = option(4, least=1)
+    num_lcb: int = option(4, least=1)
 
 
 class InteractionArch(nn.Module):
@@ -214,7 +209,7 @@ class InteractionArch(nn.Module):
                 options["ensemble"] = config.interaction
                 layers.append(DHENLayer(num_of_candidate, dim, rank=config.dcn_rank, **options))
             else:
-                options |= {"num_fmb": wukong.num_fmb, "num_lcb": wukong.num_lcb} | wukong.machine_options()
+                options |= wukong.layer_options()
                 layers.append(WukongLayer(num_of_candidate, dim, **options))
                 mixed = wukong.num_fmb + wukong.num_lcb
         # Named after its kind in checkpoints and in the globs of a precision.
@@ -281,7 +276,6 @@ class SequenceArch(nn.Module):
     class Config(ArchConfig):
         pffn: str = option("linear", choices=["linear", "gdpa"])  # the paper's | a network of pffn_hidden units
         pffn_hidden: int = option(128, least=1)
-        pffn_kron_terms: int = 0  # gdpa: weights are sums of as many Kronecker products; 0: mixed summary tokens
         pffn_gdpa: GDPAConfig = field(default_factory=GDPAConfig)
         sequence_attention: str = option("softmax", choices=["softmax", "gdpa"])  # gdpa: an activation in its place
         attention_gdpa: GDPAConfig = field(default_factory=GDPAConfig)
@@ -299,7 +293,6 @@ class SequenceArch(nn.Module):
                 config.num_cls,
                 config.pffn_hidden,
                 max_length=max_length,
-                kron_terms=config.pffn_kron_terms,
                 **vars(config.pffn_gdpa),
             )
         self.attention: JaggedSelfAttention | GDPASelfAttention

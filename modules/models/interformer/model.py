@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kernels.jagged import jagged_concat, jagged_index_select
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows, VendorTokens
-from modules.config import SettledFlag, StackConfig, option
+from modules.config import RankingConfig, SettledFlag, option
 from modules.core.side_stream import SideStream
 from modules.layers.attention.rotary import rotation
 from modules.layers.embedding.tokens import Tokens
@@ -97,7 +97,7 @@ class InterFormer(LowerLogits, Ranker):
     class Config(
         FeedForwardConfig,
         FeatureInteractionConfig,
-        StackConfig,
+        RankingConfig,
         SequenceSummary.Config,
         InteractionArch.Config,
         SequenceArch.Config,
@@ -108,13 +108,12 @@ class InterFormer(LowerLogits, Ranker):
         sequence_context: str = option("request", choices=["request", "candidate"])
         # what informs the other in a layer: both | the sequence the features | the features the sequence | neither
         information_flow: str = option("both", choices=["both", "s2n", "n2s", "none"])
-        head_hidden: list[int] = option([128, 64], least=1)
         plain_head: SettledFlag = False  # further heads of numbers and small tables; null: by the size of the data
 
         shared: ClassVar[frozenset[str]] = frozenset(
-            {"num_cls", "num_recent", "sequence_context", "head_hidden", "jagged_interaction"}
+            {"num_cls", "num_recent", "sequence_context", "jagged_interaction", "plain_head"}
         )
-        retired: ClassVar[dict[str, Any]] = {"dhen_layers": 1}
+        retired: ClassVar[dict[str, Any]] = {"dhen_layers": 1, "gate": "identity", "pffn_kron_terms": 0}
         moved: ClassVar[dict[str, str]] = {
             "wukong_layers": "wukong.num_layers",
             "wukong_fmb": "wukong.num_fmb",

@@ -62,14 +62,11 @@ class KunlunLayer(nn.Module):
             config.num_summary + num_targets,
             config.dim,
             num_experts=config.num_experts,
-            num_layers=config.expert_layers,
-            num_fmb=config.expert_fmb,
-            num_lcb=config.expert_lcb,
             num_request=num_summaries,
             max_candidates=max_candidates,
             hidden=config.interaction_hidden,
             dropout=config.dropout,
-            **config.wukong.machine_options(),
+            **config.wukong.layer_options(),
         )
         self.block = FeedForwardBlock(config, config.dim)
         self.dim = config.dim

@@ -16,14 +16,14 @@ from modules.broadcast import CandidateRows
 from modules.layers.attention.gdpa import GDPABlock, PersonalizedFFN
 from modules.layers.attention.jagged_attention import JaggedSelfAttention, head_dim
 from modules.layers.attention.rotary import Rotation, from_end, rotation, time_rotation
-from modules.layers.attention.target_attention import SelfAndTargetAttention, TargetAttention
+from modules.layers.attention.target_attention import SelfAndTargetAttention
 from modules.layers.embedding.tokens import JaggedSequence
 from modules.layers.norms import add_rms_norm, rms_norm
 from modules.layers.pooling.seed_pooling import SeedPooling
 from modules.layers.sequence.history import merge_by_time
 from modules.layers.sequence.masknet import MaskNet
 from modules.models.interformer.arches import LinearPersonalizedFFN
-from modules.models.kunlun.config import KunlunConfig, Work, works_of
+from modules.models.kunlun.config import TIME_SCALE, KunlunConfig, Work, works_of
 
 
 class EventTokens(NamedTuple):
@@ -66,15 +66,12 @@ class EventLayer(nn.Module):
             self.context = _projection(width, dim)
             self.pffn = _pffn(config, max_length)
         self.attention: nn.Module | None = None
-        self.target: TargetAttention | None = None
         self.num_target = config.num_target if work.attention else 0
         limits: dict[str, Any] = {"max_candidates": max_candidates, "max_length": max_length}
-        if work.attention and self.num_target and config.shared_kv:
+        if work.attention and self.num_target:
             self.attention = SelfAndTargetAttention(dim, num_heads, self.num_target, window=self.window, **limits)
         elif work.attention:
             self.attention = JaggedSelfAttention(dim, num_heads, max_length=max_length, window=self.window)
-            if self.num_target:
-                self.target = TargetAttention(dim, num_heads, self.num_target, **limits)
         if self.num_target:
             self.seeds = nn.Parameter(torch.empty(self.num_target, dim))
             self.target_input, self.target_output = _projection(width, dim), _projection(dim, width)
@@ -125,11 +122,7 @@ class EventLayer(nn.Module):
         if queries is None:
             return self.attention(normed, offsets, angles), None
         queries = self.seeds + self.target_input(queries)
-        if self.target is None:
-            change, target = self.attention(queries, rows.offsets, normed, offsets, angles)
-        else:
-            change = self.attention(normed, offsets, angles)
-            target = self.target(queries, rows.offsets, normed, offsets)
+        change, target = self.attention(queries, rows.offsets, normed, offsets, angles)
         return change, rms_norm(self.target_output(target))
 
 
@@ -163,7 +156,7 @@ class EventStack(nn.Module):
         positions = from_end(sequence.offsets, sequence.values.shape[0])
         if self.config.rotation == "position":
             return rotation(positions, head_dim)
-        return time_rotation(positions, -sequence.times, head_dim, self.config.time_scale)
+        return time_rotation(positions, -sequence.times, head_dim, TIME_SCALE)
 
 
 def _projection(width: int, out: int) -> nn.Module:
@@ -180,7 +173,6 @@ def _pffn(config: KunlunConfig, max_length: int) -> nn.Module:
         config.num_context,
         config.pffn_hidden,
         max_length=max_length,
-        kron_terms=config.pffn_kron_terms,
         **vars(config.pffn_gdpa),
     )
     return GDPABlock(pffn)

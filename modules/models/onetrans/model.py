@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kernels.jagged import jagged_concat, jagged_flip, segment_mean
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows
-from modules.config import StackConfig, option
+from modules.config import FeatureTokensConfig, option
 from modules.layers.attention.token_attention import equal_offsets
 from modules.layers.embedding.tokens import JaggedSequence, Tokens
 from modules.layers.feed_forward.mlp import MLP, SharedLinear, TaskHeads
@@ -26,29 +26,27 @@ from modules.models.token_mixing.tokens import SideTokens, even_groups
 
 
 @dataclass(kw_only=True)
-class OneTransConfig(StackConfig):
+class OneTransConfig(FeatureTokensConfig):
     name: str = "onetrans"
-    token_dim: int = option(64, least=1)  # width of tokens; dim is that of features
     num_heads: int = option(4, least=1)
-    num_tokens: int = option(8, least=1)  # of a candidate, made of its features and those of the request
     request_tokens: int = 0  # made of the request's features, newest in the sequence, once a request; 0: see above
-    tokens: str = option("split", choices=["split", "groups"])  # slices of one product | a group of features each
-    own_weights: bool = True  # of each token of a candidate; false: those of events
-    causal: bool = True  # events see older ones only
     merge: str = option("time", choices=["time", "types"])  # by time | one event type behind another
-    separator: bool = True  # merge=types: a learned token between two types
     last_events: int = 16  # that go on from the last layer; each before has linearly more; 0: all in each
     length_multiple: int = option(32, least=1)  # to which the numbers of events are rounded up
-    expansion: float = option(4.0, example=4.0)  # hidden width of networks, in token_dim
-    head_hidden: list[int] = option([128, 64], least=1)
+
+    # Published ablations, without: weights of each token of a candidate: those of events | events that see older ones
+    # only | with merge=types, a learned token between two types.
+    without: list[str] = option([], choices=["own_weights", "causality", "separators"])
 
     usual_layers: ClassVar[int] = 4
     shared: ClassVar[frozenset[str]] = frozenset(
         {
-            *("token_dim", "num_tokens", "request_tokens", "tokens", "merge", "separator", "last_events"),
-            *("length_multiple", "head_hidden"),
+            *("request_tokens", "merge", "without", "last_events"),
+            "length_multiple",
         }
     )
+
+    retired: ClassVar[dict[str, Any]] = {"own_weights": True, "causal": True, "separator": True}
 
     def check_layer(self) -> None:
         if self.token_dim % self.num_heads:
@@ -80,7 +78,7 @@ class EventSequence(nn.Module):
         self.by_time = config.merge == "time"
         sizes = [len(event.fields) * config.dim for event in spec.histories]
         self.mlps = nn.ModuleList(MLP(size, [width], width) for size in sizes)
-        parts = max(0, len(sizes) - 1) if config.separator and not self.by_time else 0
+        parts = max(0, len(sizes) - 1) if not self.by_time and "separators" not in config.without else 0
         self.separators = nn.Parameter(torch.empty(parts, width)) if parts else None
         self.max_length = spec.max_events + parts
         self.reset_parameters()
@@ -164,8 +162,8 @@ class OneTrans(Ranker):
                 length=before,
                 kept=after,
                 max_candidates=spec.max_candidates,
-                own_weights=layer.own_weights,
-                causal=layer.causal,
+                own_weights="own_weights" not in config.without,
+                causal="causality" not in config.without,
                 hidden=int(layer.expansion * dim),
                 dropout=layer.dropout,
             )

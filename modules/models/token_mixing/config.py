@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from modules.config import StackConfig, option
+from modules.config import FeatureTokensConfig, option
+from modules.layers.moe.layer import RoutingConfig
 
 MIXINGS = ("add", "revert", "boost", "attention", "none")
 FEED_FORWARDS = ("swiglu", "gelu", "linear", "moe")
+WITHOUT = ("residuals", "token_networks", "layer_networks", "means_in_queries", "request_in_queries")
 SEQUENCES = ("mean", "target", "queries", "heads")
 
 
 @dataclass
-class SparseConfig:
+class SparseConfig(RoutingConfig):
     """Sparse experts of each token: alpha * sum over the top_k of num_experts, plus an expert that is always there."""
 
     num_experts: int = option(4, least=1)  # of each token, as wide together as its feed-forward network
     top_k: int = option(1, least=1)
     alpha: float = 2.0  # of the routed sum; published: the inverse of the share of experts that are active
     shared_expert: bool = True
-    bias_update_rate: float = 1e-3  # loss-free balancing: step of the selection bias, 0 turns it off
 
 
 @dataclass(kw_only=True)
-class TokenMixingConfig(StackConfig):
+class TokenMixingConfig(FeatureTokensConfig):
     name: str = "token_mixing"
-    token_dim: int = option(64, least=1)  # width of the tokens that are mixed; dim is that of features
     num_tokens: int = option(8, least=2)  # as many heads mix them
     user_tokens: int | None = option(None, least=1)  # of these, from features of the request; null: half
     one_way: bool = True  # user tokens receive nothing from item tokens and run once a request; false: all by candidate
@@ -35,10 +35,7 @@ class TokenMixingConfig(StackConfig):
     global_token: bool = False  # one token of each side is made of all its features
     mixing: str = option("boost", choices=MIXINGS)  # RankMixer's | TokenMixer-Large's | HyFormer's, MixFormer's | ...
     norm: str = option("pre", choices=["pre", "post"])
-    residual: bool = True
     feed_forward: str = option("swiglu", choices=FEED_FORWARDS)
-    per_token: bool = True  # weights of its own for each token; false: one set a side
-    expansion: float = option(4.0, example=4.0)  # hidden width of a token's network, in token_dim
     bias: bool = True  # of networks; false: on Hopper a SwiGLU network of each token is one operator
     output_std: float = 0.0  # of the networks' last weights at first; 0: as of any linear layer
     moe: SparseConfig = field(default_factory=SparseConfig)
@@ -48,32 +45,43 @@ class TokenMixingConfig(StackConfig):
         "mean", choices=SEQUENCES
     )  # features: means | DIN-like; in each layer: HyFormer | MixFormer
     merge_events: bool = False  # queries and heads: all event types in one sequence, by time; false: each its own
-    num_heads: int = option(2, least=1)  # of attention: target, queries and mixing=attention
     encoding: str = option(
         "swiglu", choices=["swiglu", "attention", "newest", "none"]
     )  # queries: of events, each layer
     num_newest: int = option(16, least=1)  # encoding=newest: events that attend to all, and are all that goes on
     num_queries: int = option(1, least=1)  # of each side for each sequence
-    # what queries are made of: features and means of events | features | the candidate's alone (one_way=false)
-    query_from: str = option("all", choices=["all", "features", "candidate"])
-    renew_features: bool = False  # queries: each layer reads the first feature tokens; false: those of the layer before
-    sequence_ffn: str = option("own", choices=["own", "shared"])  # heads: a SwiGLU of events in each layer | one
     head_dim: int = option(16, least=1)  # heads: width of a token's attention head
-    pool: str = option("mean", choices=["mean", "flatten"])  # what task heads read of the last tokens
-    head_hidden: list[int] = option([128, 64], least=1)
+
+    # Published ablations, without: residuals | networks of each token: one set a side | with sequences=heads, a SwiGLU
+    # of events in each layer: one for all | with sequences=queries, means of events in queries | and features of the
+    # request (one_way=false).
+    without: list[str] = option([], choices=WITHOUT)
 
     shared: ClassVar[frozenset[str]] = frozenset(
         {
-            *("token_dim", "num_tokens", "user_tokens", "one_way", "tokens", "groups", "global_token", "interval"),
-            *("lower_weight", "sequences", "merge_events", "num_queries", "query_from", "renew_features", "pool"),
-            *("sequence_ffn", "head_hidden"),
+            *("user_tokens", "one_way", "groups", "global_token", "interval"),
+            *("lower_weight", "sequences", "merge_events", "num_queries", "without"),
         }
     )
+    retired: ClassVar[dict[str, Any]] = {
+        "per_token": True,
+        "pool": "mean",
+        "query_from": "all",
+        "renew_features": False,
+        "residual": True,
+        "sequence_ffn": "own",
+    }
 
     @property
     def of_user(self) -> int:
         """Tokens that features of the request make."""
         return self.num_tokens // 2 if self.user_tokens is None else self.user_tokens
+
+    @property
+    def query_from(self) -> str:
+        if "request_in_queries" in self.without:
+            return "candidate"
+        return "features" if "means_in_queries" in self.without else "all"
 
     def check(self) -> None:
         super().check()
@@ -90,7 +98,8 @@ class TokenMixingConfig(StackConfig):
             )
         if self.query_from == "candidate" and self.one_way:
             raise ValueError(
-                "model.query_from=candidate leaves queries of users nothing to be made of; use model.one_way=false"
+                "model.without=[request_in_queries] leaves queries of users nothing to be made of; use "
+                "model.one_way=false"
             )
 
     def check_layer(self) -> None:

@@ -59,7 +59,7 @@ class SparseFeedForward(nn.Module):
         super().__init__()
         sparse, self.dim, self.out_dim = config.moe, dim, out_dim
         hidden = max(1, int(config.expansion * dim) // sparse.num_experts)
-        kinds = num_tokens if config.per_token else 1
+        kinds = num_tokens if "token_networks" not in config.without else 1
         self.moe = MoE(
             dim,
             hidden,
@@ -69,7 +69,11 @@ class SparseFeedForward(nn.Module):
             bias_update_rate=sparse.bias_update_rate,
             num_kinds=kinds,
         )
-        options: dict[str, Any] = {"per_token": config.per_token, "bias": config.bias, "std": config.output_std}
+        options: dict[str, Any] = {
+            "per_token": "token_networks" not in config.without,
+            "bias": config.bias,
+            "std": config.output_std,
+        }
         self.shared = TokenFeedForward(num_tokens, dim, hidden, dim, **options) if sparse.shared_expert else None
         self.alpha = sparse.alpha
         self.dropout = nn.Dropout(config.dropout)
@@ -116,7 +120,7 @@ def _network(config: TokenMixingConfig, num_tokens: int, own: int, shared: int, 
         out,
         shared_dim=shared,
         activation=None if config.feed_forward == "linear" else config.feed_forward,
-        per_token=config.per_token,
+        per_token="token_networks" not in config.without,
         bias=config.bias,
         std=config.output_std,
         dropout=config.dropout,
@@ -138,7 +142,7 @@ class MixingBlock(nn.Module):
 
     def __init__(self, config: TokenMixingConfig, max_candidates: int) -> None:
         super().__init__()
-        self.mixing, self.residual, self.pre = config.mixing, config.residual, config.norm == "pre"
+        self.mixing, self.residual, self.pre = config.mixing, "residuals" not in config.without, config.norm == "pre"
         self.num_tokens, dim = config.num_tokens, config.token_dim
         self.attention: TokenAttention | None = None
         if config.mixing == "attention":
@@ -222,25 +226,25 @@ class TokenMixingLayer(nn.Module):
             self.attend = nn.ModuleList(QueryDecoding(dim, config.num_heads, each) for each in limits)
         elif self.kind == "heads" and limits:
             num_item = config.num_tokens - num_user
-            own = config.sequence_ffn == "own"
+            own = "layer_networks" not in config.without
             self.swiglu = EventNetwork(config) if own else None
             heads = [HeadAttention(num_user, num_item, dim, config.head_dim, each) for each in limits]
             self.attend = nn.ModuleList(heads)
             self.output = FeedForward(config, mixed=False, in_dim=dim + len(limits) * config.head_dim)
 
-    def forward(self, x: Sides, events: list[Events], features: Sides | None, rows: CandidateRows) -> Any:
-        """-> (tokens, events of the next layer). `features`: tokens that are put behind the queries again."""
+    def forward(self, x: Sides, events: list[Events], rows: CandidateRows) -> Any:
+        """-> (tokens, events of the next layer)."""
         if self.kind == "queries" and self.attend:
             num_requests = rows.offsets.shape[0] - 1
             pairs = zip(self.encodings, events, strict=True)
             events = [encoding(each, num_requests) for encoding, each in pairs]
-            x = self._decode(x, events, features, rows)
+            x = self._decode(x, events, rows)
         x = self.block(x, rows)
         if self.kind == "heads" and self.attend:
             x = self._attend(x, events, rows)
         return x, events
 
-    def _decode(self, x: Sides, events: list[Events], features: Sides | None, rows: CandidateRows) -> Sides:
+    def _decode(self, x: Sides, events: list[Events], rows: CandidateRows) -> Sides:
         of_all = self.num_queries * len(events)
         queries = [[None] * len(events) if side is None else side[:, :of_all].chunk(len(events), 1) for side in x]
         decoded = [
@@ -248,7 +252,7 @@ class TokenMixingLayer(nn.Module):
             for attend, user, item, each in zip(self.attend, *queries, events, strict=True)
         ]
         users, items = zip(*decoded, strict=True)
-        user, item = x if features is None else features
+        user, item = x
         joined = torch.cat([*items, item[:, of_all:]], dim=1)
         return None if user is None else torch.cat([*users, user[:, of_all:]], dim=1), joined
 

@@ -137,7 +137,7 @@ class TokenMixing(LowerLogits, Ranker):
         self.event_tokens = EventTokens(spec, config) if reads and spec.histories else None
         lengths = [] if self.event_tokens is None else self.event_tokens.max_lengths
         self.tokeniser = Tokeniser(spec, config, len(lengths))
-        shares = config.sequences == "heads" and config.sequence_ffn == "shared" and lengths
+        shares = config.sequences == "heads" and "layer_networks" in config.without and lengths
         self.event_network = EventNetwork(config) if shares else None  # what all layers would make is made once
         layers: list[TokenMixingLayer] = []
         for own in config.of_layers():
@@ -152,10 +152,7 @@ class TokenMixing(LowerLogits, Ranker):
 
     def _heads(self) -> TaskHeads:
         config = self.config
-        of_user = config.of_user if config.one_way else 0
-        counts = (1, 0) if config.pool == "mean" else (config.num_tokens - of_user, of_user)
-        of_item, of_request = (count * config.token_dim for count in counts)
-        return TaskHeads(of_item, config.head_hidden, self.outputs, config.dropout, of_request)
+        return TaskHeads(config.token_dim, config.head_hidden, self.outputs, config.dropout)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
@@ -167,11 +164,10 @@ class TokenMixing(LowerLogits, Ranker):
         events: list[Events] = [] if self.event_tokens is None else self.event_tokens(tokens.histories)
         if self.event_network is not None:
             events = [self.event_network(each) for each in events]
-        features = x if self.config.renew_features else None
         earlier, interval, last = x, self.config.interval, len(self.layers) - 1
         lower: list[Tensor] = []
         for index, layer in enumerate(self.layers):
-            x, events = layer(x, events, features, rows)
+            x, events = layer(x, events, rows)
             if interval and (index + 1) % interval == 0 and index < last:
                 user = None if x[0] is None or earlier[0] is None else x[0] + earlier[0]
                 earlier = x = user, x[1] + earlier[1]
@@ -185,8 +181,6 @@ class TokenMixing(LowerLogits, Ranker):
     def _logits(self, heads: nn.Module, x: Sides, rows: CandidateRows) -> Tensor:
         user, item = (None if side is None else rms_norm(side) for side in x)
         assert item is not None
-        if self.config.pool == "flatten":
-            return heads(item.flatten(1)) if user is None else heads(item.flatten(1), user.flatten(1), rows)
         total = item.sum(1) if user is None else rows.add(item.sum(1), user.sum(1))
         return heads(total / self.config.num_tokens)
 

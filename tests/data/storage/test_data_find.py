@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import fsspec
@@ -73,6 +75,33 @@ def test_hidden_files_are_left_out_and_folders_are_read(
         return
     start = root.removeprefix("memory://")
     assert [str(file).partition(f"{start}/")[2] for file in find_files([pattern], root)] == sorted(found)
+
+
+@pytest.mark.parametrize("pattern", ["log", "log/*", "log/**/*.csv"])
+def test_links_are_followed_and_what_cannot_be_read_is_named(
+    tmp_path: Path, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("log/a.csv", "log/locked/b.csv", "log/.locked/c.csv", "elsewhere/d/e.csv"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    for link, target in (("log/day", "elsewhere/d"), ("log/loop", "log"), ("log/.gone.csv", "none")):
+        (tmp_path / link).symlink_to(tmp_path / target)
+    found = [str(file.relative_to(tmp_path)) for file in find_files([pattern], tmp_path) if isinstance(file, Path)]
+    assert found == ["log/a.csv", "log/day/e.csv", "log/locked/b.csv"]
+    listed = os.listdir
+
+    def refuse(path: Path) -> list[str]:  # as for a user who is not root
+        if path.name.endswith("locked"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return listed(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(ValueError, match="log/locked: the folder cannot be read \\(Permission denied"):
+        find_files([pattern], tmp_path)
+    monkeypatch.undo()
+    (tmp_path / "log/gone.csv").symlink_to("none.csv")
+    with pytest.raises(ValueError, match="gone.csv is a link to none.csv, which is not there"):
+        find_files([pattern], tmp_path)
 
 
 def test_what_is_hidden_is_not_complete_either(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def _log(folder: Path, past: str, note: str) -> EventsConfig:
 def _table_vectors(folder: Path, past: str, note: str) -> EventsConfig:
     config = _labelled(folder, "1", "x")
     (folder / "v.csv").write_text("item,vector,note\n" + "".join(f"{i},0.5|{i},{note}{past}\n" for i in range(7)))
-    config.table_vectors = {"item": TableVectorsConfig(["v.csv"], "item", "vector", 2)}
+    config.table_vectors = {"item": TableVectorsConfig(2, files=["v.csv"], id="item", vector="vector")}
     return config
 
 

@@ -89,7 +89,7 @@ class Started(Trainer):
                     torch.testing.assert_close(weights, before[f"model.{name}"][first_row + row], rtol=0, atol=0)
                 else:
                     torch.testing.assert_close(weights, fresh[name][row], rtol=0, atol=0)
-        taken = self.config.checkpoint.load_optimizer
+        taken = self.config.checkpoint.load_what == "optimizer"
         name, state = next(iter(self.optimizer.state_dict().items()))
         assert torch.equal(state["exp_avg"], before[f"dense.{name}.exp_avg"]) == taken
         for name in self.tables():
@@ -119,7 +119,7 @@ def second_day(folder: str, sharding: str, moments: bool) -> None:
         2,
         f"data.vocabulary_of='{folder}/run1'",
         f"checkpoint.load='{folder}/run1'",
-        f"checkpoint.load_optimizer={str(moments).lower()}",
+        f"checkpoint.load_what={'optimizer' if moments else 'weights'}",
         f"parallel.sharding_types=[{sharding}]",
         trainer=Started,
     )
@@ -148,6 +148,6 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
         train_day(tmp_path, 2, start)
     base = f"data.vocabulary_of='{tmp_path}/run1'"
     with pytest.raises(ValueError, match=r"optimizer\.sparse=rowwise_adagrad, this run has sgd"):
-        train_day(tmp_path, 2, start, base, "optimizer.sparse=sgd", "checkpoint.load_optimizer=true")
+        train_day(tmp_path, 2, start, base, "optimizer.sparse=sgd", "checkpoint.load_what=optimizer")
     with pytest.raises(ValueError, match=r"is \[\d+, 16\] there and \[\d+, 32\] here"):
         train_day(tmp_path, 2, start, base, "model.dim=32")

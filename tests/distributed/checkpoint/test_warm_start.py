@@ -16,7 +16,7 @@ from tests.processes import run_ranks
 from train.trainer import Trainer
 
 FIRST = (*TINY, "model.num_layers=1", "runtime.steps=1")
-OTHER_HEAD = ("model.head_hidden=[24]", "checkpoint.load_partial=true")
+OTHER_HEAD = ("model.head_hidden=[24]", "checkpoint.load_what=partial")
 
 
 class Started(Trainer):
@@ -69,5 +69,5 @@ def test_what_fits_is_taken_and_the_rest_is_named(ranks: int, tmp_path: Path) ->
 
 def test_a_checkpoint_of_which_nothing_fits_is_refused(tmp_path: Path) -> None:
     train_here(tmp_path / "first", "model.dim=8", "runtime.steps=2", base=TINY_DLRM)
-    with pytest.raises(ValueError, match=r"checkpoint\.load_partial=true: nothing in .* fits, e\.g\. .* meta\.json"):
+    with pytest.raises(ValueError, match=r"checkpoint\.load_what=partial: nothing in .* fits, e\.g\. .* meta\.json"):
         start(tmp_path, "next", *OTHER_HEAD, "data.num_items=300")

@@ -59,7 +59,7 @@ def test_a_checkpoint_is_evaluated_and_exported_by_its_average(tmp_path: Path) -
 
 def test_a_new_run_starts_from_the_weights_that_were_trained(tmp_path: Path) -> None:
     train_here(tmp_path / "first", base=AVERAGED)
-    load = (f"checkpoint.load='{tmp_path}/first'", "checkpoint.load_optimizer=true", "optimizer.lr=0")
+    load = (f"checkpoint.load='{tmp_path}/first'", "checkpoint.load_what=optimizer", "optimizer.lr=0")
     train_here(tmp_path / "plain", *load, "optimizer.weight_decay=0", base=RUN)
     train_here(tmp_path / "averaged", *load, "optimizer.weight_decay=0", base=AVERAGED)
     first, plain, averaged = (saved(tmp_path / name) for name in ("first", "plain", "averaged"))

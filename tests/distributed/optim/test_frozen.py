@@ -53,8 +53,8 @@ def is_frozen(name: str) -> bool:
 
 def test_moments_of_what_was_frozen_are_asked_for_in_vain(tmp_path: Path) -> None:
     train_here(tmp_path / "first", "optimizer.frozen=[arch.layers.0]", base=FIRST)
-    load = (f"checkpoint.load='{tmp_path}/first'", "checkpoint.load_optimizer=true")
-    with pytest.raises(ValueError, match=r"the moments of optimizer\.frozen=.*checkpoint\.load_optimizer=false"):
+    load = (f"checkpoint.load='{tmp_path}/first'", "checkpoint.load_what=optimizer")
+    with pytest.raises(ValueError, match=r"the moments of optimizer\.frozen=.*checkpoint\.load_what=weights"):
         train_here(tmp_path / "next", *load, base=FIRST)
     train_here(tmp_path / "same", *load, "optimizer.frozen=[arch.layers.0]", base=FIRST)
 

@@ -63,8 +63,14 @@ def test_compiles_to_asynchronous_hopper_instructions(head_dim: int, window: boo
     assert not built.serialized
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
-@pytest.mark.parametrize("offsets", ["*i32", "*i64"])
+@pytest.mark.parametrize(
+    ("offsets", "target"),
+    [
+        ("*i32", "sm_90"),
+        ("*i64", "sm_100"),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("*i64", "sm_90"), ("*i32", "sm_100"))),
+    ],
+)
 def test_preparation_compiles_without_spills(offsets: str, target: str) -> None:
     table = compile_ahead(
         tables._row_table_kernel,

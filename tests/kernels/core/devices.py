@@ -19,7 +19,8 @@ FROM_REGISTERS = {target for target, product in PRODUCTS.items() if product == "
 
 
 def on_chips(cases: Iterable[Any], always: str = "sm_90") -> list[Any]:
-    """Parameters, each case with each of TARGETS: `make test` has `always` and one in turn, `make nightly` all others.
+    """Parameters, each case with each of TARGETS: `make test` has `always` and every second case another in turn, `make
+    nightly` all others.
 
     A kernel that does not compile mostly does so for no chip, and a chip that fails mostly fails for many kernels.
     """
@@ -28,6 +29,6 @@ def on_chips(cases: Iterable[Any], always: str = "sm_90") -> list[Any]:
     for number, case in enumerate(cases):
         values = case if isinstance(case, tuple) else (case,)
         for target in TARGETS:
-            often = target in (always, others[number % len(others)])
+            often = target == always or (number % 2 == 0 and target == others[number // 2 % len(others)])
             found.append(pytest.param(*values, target, marks=() if often else pytest.mark.nightly))
     return found

@@ -11,7 +11,6 @@ from torch import Tensor
 from modules.costs.flops import count_flops
 from modules.costs.summary import summarise
 from modules.models import CONFIGS, build
-from modules.models.kunlun import EventConfig
 from modules.precision import apply_recipe
 from tests.modules.factories import random_spec
 
@@ -103,15 +102,15 @@ GDPA = {"activation": "silu"}
 def test_layers_that_the_configuration_tells_apart_are_apart_and_the_others_together() -> None:
     spec = random_spec(max_length=LENGTH)
     config = CONFIGS["kunlun"](
-        layers=[{"window": 4}, {"compute": ["attention"], "window": 4}, {"window": 4}, {"pffn_gdpa": GDPA}, {}],
-        events={"event1": EventConfig(layers=[{}, {}, {}, {}, {"num_seeds": 3}])},
+        layers=[{"window": 4}, {"window": 5}, {"window": 4}, {"pffn_gdpa": GDPA}, {}],
+        events={"event1": {"layers": [{}, {}, {}, {}, {"num_seeds": 3}]}},
     )
     assert config.describe_layers() == [
-        "window=4, compute=[pffn,pooling]",
-        "compute=[attention], window=4",
-        "window=4, compute=[pffn,pooling]",
-        "pffn_gdpa.activation=silu, compute=[attention]",
-        "compute=[pffn,pooling]; event1: num_seeds=3",
+        "window=4, computes=[pffn,pooling]",
+        "window=5, computes=[attention]",
+        "window=4, computes=[pffn,pooling]",
+        "pffn_gdpa.activation=silu, computes=[attention]",
+        "computes=[pffn,pooling]; event1: num_seeds=3",
     ]
     arch = build(config, spec)
     summary = summarise(arch, spec, 32, layers=config.describe_layers())
@@ -121,7 +120,7 @@ def test_layers_that_the_configuration_tells_apart_are_apart_and_the_others_toge
     assert "stacks.*.layers.0,2.pffn.attention" in {each.module for each in summary.served}
     table = [line.split(maxsplit=1) for line in str(summary).splitlines()[-5:]]
     assert table[0] == ["layers", "keys of their own"]
-    assert table[1] == ["layers.0,2", "window=4, compute=[pffn,pooling]"]
+    assert table[1] == ["layers.0,2", "window=4, computes=[pffn,pooling]"]
     assert str(summarise(arch, spec, 32, layers=["rank=2", "", "", "", ""])).endswith("layers.1,2,3,4  as the model")
     together = summarise(arch, spec, 32)
     assert sum(cost.flops for cost in together.costs) == sum(cost.flops for cost in summary.costs)

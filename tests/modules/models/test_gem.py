@@ -103,7 +103,6 @@ def test_a_layer_attends_to_all_earlier_ones() -> None:
     model(embedding(batch), batch)
     made = 8 + 8
     assert seen == [made, 2 * made]
-    assert all(layer.cross is None for layer in gem(num_layers=3, cross_layer=False)[0].layers)
 
 
 def test_coarse_levels_see_what_the_window_of_the_finest_does_not() -> None:
@@ -119,9 +118,9 @@ def test_coarse_levels_see_what_the_window_of_the_finest_does_not() -> None:
 
 
 MIXED: list[dict[str, Any]] = [
-    {"num_tokens": 3, "num_fmb": 5, "num_context": 3, "pffn_gdpa": {"out_scale": 0.5}},
-    {"window": 1, "num_target": 1, "wukong": {"machine": "optimised", "rank": 2}, "pffn_hidden": 4},
-    {"cross_layer": False, "num_lcb": 3},
+    {"num_tokens": 3, "wukong": {"num_fmb": 5}, "num_context": 3, "pffn_gdpa": {"out_scale": 0.5}},
+    {"window": 1, "num_target": 1, "wukong": {"rank": 2}, "pffn_hidden": 4},
+    {"wukong": {"num_lcb": 3}},
     {},
 ]
 
@@ -281,8 +280,8 @@ def test_positions_of_coarse_levels_count_pieces_from_the_newest() -> None:
         ({"levels": [0]}, r"model.levels=\[0\] must be at least 1 each"),
         ({"num_heads": 3}, r"model.dim=8 must be a multiple of 2 \* model.num_heads=6"),
         (
-            {"wukong": WukongConfig(machine="fast")},
-            "model.wukong.machine=fast is not known; choose from optimised",
+            {"wukong": WukongConfig(rank=0)},
+            "model.wukong.rank=0 must be at least 1",
         ),
     ],
 )

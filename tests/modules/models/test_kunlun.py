@@ -16,8 +16,8 @@ from modules.layers.attention.gdpa import GDPAConfig
 from modules.layers.embedding.tokens import FeatureEmbedding, Tokens
 from modules.layers.interaction.wukong import WukongConfig, WukongExperts
 from modules.models import build
-from modules.models.kunlun import EventConfig, Kunlun, KunlunConfig
-from modules.models.kunlun.config import stack_layers, works_of
+from modules.models.kunlun import Kunlun, KunlunConfig
+from modules.models.kunlun.config import TIME_SCALE, stack_layers, works_of
 from modules.models.kunlun.stack import EventLayer, EventStack
 from tests.modules import padded
 from tests.modules.factories import random_batch, random_spec
@@ -32,7 +32,6 @@ SMALL: dict[str, Any] = {
     "num_seeds": 5,
     "num_tokens": 3,
     "window": 2,
-    "time_scale": 30.0,
 }
 
 
@@ -106,7 +105,7 @@ class Padded:
                 frequency = 10_000.0 ** (-torch.arange(of_place) / of_place)
                 angles[index, :count, :of_place] = place[:, None] * frequency
                 frequency = 100.0 ** (-torch.arange(of_time) / max(1, of_time))
-                angles[index, :count, of_place:] = torch.log(1 + age / stack.config.time_scale)[:, None] * frequency
+                angles[index, :count, of_place:] = torch.log(1 + age / TIME_SCALE)[:, None] * frequency
         return values, exists, turned
 
     def block(
@@ -127,23 +126,17 @@ class Padded:
             index = torch.arange(s.shape[1])
             window = s.shape[1] if block.window is None else block.window
             seen = ((index[:, None] - index).abs() <= window) & exists[:, None, :]
-            if block.num_target and block.target is None:
-                q, kv = attention.query(normed), attention.key_value(normed)
-                k, v = kv.chunk(2, -1)
-                across, target_query, target_output = (k, v), attention.target_query, attention.target_output
+            if block.num_target:
+                q, (k, v) = attention.query(normed), attention.key_value(normed).chunk(2, -1)
             else:
                 q, k, v = attention.query_key_value(normed).chunk(3, -1)
-                if block.target is not None:
-                    across = block.target.key_value(normed).chunk(2, -1)
-                    target_query, target_output = block.target.query, block.target.output
             q, k = padded.turned(padded.heads(q, number), angles), padded.turned(padded.heads(k, number), angles)
             change = attention.output(padded.softmax_attention(q, k, padded.heads(v, number), seen))
             if queries is not None:
-                asked = padded.heads(target_query(block.seeds + block.target_input(queries)), number)
-                keys = k if block.target is None else padded.heads(across[0], number)
+                asked = padded.heads(attention.target_query(block.seeds + block.target_input(queries)), number)
                 everything = exists[:, None, :].expand(-1, queries.shape[1], -1)
-                attended = padded.softmax_attention(asked, keys, padded.heads(across[1], number), everything)
-                target = padded.norm(block.target_output(target_output(attended)))
+                attended = padded.softmax_attention(asked, k, padded.heads(v, number), everything)
+                target = padded.norm(block.target_output(attention.target_output(attended)))
             s = s + change
         if block.pooling is not None:
             pooling, number = block.pooling, block.pooling.num_heads
@@ -166,25 +159,25 @@ class Padded:
 
 
 MIXED: list[dict[str, Any]] = [
-    {"compute": ["attention", "pooling"], "num_target": 3, "num_heads": 1, "num_seeds": 4},
-    {"num_heads": 2, "compute": ["pffn", "attention", "pooling"], "num_tokens": 2, "num_target": 1, "num_experts": 3},
-    {"compute": ["pffn"], "num_context": 3, "pffn_hidden": 5, "num_summary": 4, "expert_fmb": 2},
-    {"compute": ["attention", "pooling"], "num_target": 0, "window": 1, "pooling": "pma", "shared_kv": False},
+    {"num_context": 3, "pffn_hidden": 5, "num_tokens": 2, "num_experts": 3, "num_seeds": 4},
+    {"num_target": 3, "num_heads": 1, "num_summary": 4, "wukong": {"num_fmb": 2}},
+    {"num_heads": 2, "num_tokens": 2},
+    {"num_target": 0, "window": 1, "pooling": "pma"},
 ]
-OWN = {"event1": EventConfig(dim=16, num_heads=4, num_tokens=2, num_seeds=3, window=1, pffn_hidden=4)}
+OWN = {"event1": {"dim": 16, "num_heads": 4, "num_tokens": 2, "num_seeds": 3, "window": 1, "pffn_hidden": 4}}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"comp_skip": False, "num_experts": 1, "expert_layers": 2},
-        {"shared_kv": False, "rotation": "position", "window": 0, "num_layers": 3},
+        {"comp_skip": False, "num_experts": 1},
+        {"rotation": "position", "window": 0, "num_layers": 3},
         {"events": OWN, "num_layers": 3, "num_experts": 3},
-        {"events": {"event0": EventConfig(num_layers=2)}, "num_layers": 4, "pooling": "pma"},
-        {"layers": MIXED, "events": {"event1": EventConfig(layers=[{"num_tokens": 4}, {"num_target": 0}])}},
+        {"events": {"event0": {"num_layers": 2}}, "num_layers": 4, "pooling": "pma"},
+        {"layers": MIXED, "events": {"event1": {"layers": [{"num_tokens": 4}, {"num_target": 0}]}}},
     ],
-    ids=["defaults", "all in each layer", "apart", "own widths", "own depth", "own layers"],
+    ids=["defaults", "all in each layer", "positions", "own widths", "own depth", "own layers"],
 )
 def test_equals_the_equations_on_padded_tensors(changes: dict[str, Any]) -> None:
     model, embedding = kunlun(**changes)
@@ -202,20 +195,8 @@ def test_comp_skip_alternates_and_the_last_layer_pools() -> None:
     assert [work.attention for work in works] == [False, True, False, True]
     assert [work.pooling for work in works] == [True, False, True, True]
     assert all(all(work) for work in works_of(stack_layers(dataclasses.replace(config, comp_skip=False))))
-    of_three = works_of(
-        stack_layers(dataclasses.replace(config, events={"event1": EventConfig(num_layers=3)}), "event1")
-    )
+    of_three = works_of(stack_layers(dataclasses.replace(config, events={"event1": {"num_layers": 3}}), "event1"))
     assert [work.attention for work in of_three] == [False, True, False]
-
-
-def test_a_layer_says_what_it_computes_and_the_others_take_turns() -> None:
-    config = KunlunConfig(**SMALL, layers=[{}, {"compute": ["pooling", "attention"]}, {"compute": ["pffn", "pooling"]}])
-    assert [tuple(work) for work in works_of(stack_layers(config))] == [(1, 0, 1), (0, 1, 1), (1, 0, 1)]
-    first, second, third = kunlun(layers=config.layers)[0].stacks[0].layers
-    assert first.attention is None
-    assert second.pffn is None
-    assert second.pooling is not None
-    assert third.attention is None
 
 
 def test_a_key_is_that_of_the_types_layer_then_the_type_then_the_layer_then_the_model() -> None:
@@ -223,8 +204,8 @@ def test_a_key_is_that_of_the_types_layer_then_the_type_then_the_layer_then_the_
         **SMALL | {"window": 1},
         layers=[{"window": 2, "num_seeds": 2}, {"window": 3, "pffn_gdpa": {"activation": "silu"}}, {}, {}],
         events={
-            "event0": EventConfig(window=4, layers=[{}, {"window": 5, "pooling": "pma"}, {}]),
-            "event1": EventConfig(num_layers=2, dim=16),
+            "event0": {"window": 4, "layers": [{}, {"window": 5, "pooling": "pma"}, {}]},
+            "event1": {"num_layers": 2, "dim": 16},
         },
     )
     own, short, other = (stack_layers(config, name) for name in ("event0", "event1", "event2"))
@@ -242,7 +223,7 @@ def test_a_key_is_that_of_the_types_layer_then_the_type_then_the_layer_then_the_
 def test_a_list_of_an_event_type_that_repeats_the_model_changes_nothing() -> None:
     same, listed = (
         kunlun(num_layers=3, events={"event1": event})[0].state_dict()
-        for event in (EventConfig(num_layers=2), EventConfig(layers=[{}, {}]))
+        for event in ({"num_layers": 2}, {"layers": [{}, {}]})
     )
     assert same.keys() == listed.keys()
     assert all(torch.equal(tensor, listed[name]) for name, tensor in same.items())
@@ -304,7 +285,6 @@ def test_ages_count_and_time_of_day_does_not() -> None:
     [
         ({"pffn": "linear"}, "pffn.attention.mix", "pffn.output.weight"),
         ({"pooling": "pma"}, "compress.mix", "pooling.compress.weight"),
-        ({"shared_kv": False}, "attention.key_value", "target.key_value"),
         ({"num_target": 0}, "target_query", "attention.query_key_value"),
         ({"event_stacks": "merged"}, "stacks.1", "stacks.0.masks.1"),
         ({"num_experts": 1}, "experts.1", "experts.0"),
@@ -324,7 +304,6 @@ def test_an_ablation_is_one_key_that_takes_its_part_out(changes: dict[str, Any],
         {"rotation": "none"},
         {"kron_terms": 1},
         {"comp_skip": False},
-        {"pffn_kron_terms": 2},
         {"pffn_gdpa": GDPAConfig(activation="silu", out_scale=1.0)},
     ],
     ids=str,
@@ -354,35 +333,27 @@ def test_comp_skip_and_windows_save_what_flops_say() -> None:
         ({"pffn": "none"}, "model.pffn=none is not known; choose from gdpa, linear"),
         ({"rotation": "rope"}, "model.rotation=rope is not known; choose from time, position, none"),
         ({"kron_terms": 0}, "model.kron_terms=0 must be at least 1"),
-        ({"events": {"event0": EventConfig(window=-1)}}, "model.events.event0.window=-1 must be at least 0"),
+        ({"events": {"event0": {"window": -1}}}, "model.events.event0.window=-1 must be at least 0"),
         (
-            {"events": {"buy": EventConfig()}},
+            {"events": {"buy": {}}},
             "model.events names 'buy'; the event types of the data are event0, event1",
         ),
         ({"events": OWN, "event_stacks": "merged"}, "use model.event_stacks=own"),
-        ({"events": {"event0": EventConfig(num_layers=5)}}, "event0.num_layers=5 must be at most model.num_layers=2"),
+        ({"events": {"event0": {"num_layers": 5}}}, "event0.num_layers=5 must be at most model.num_layers=2"),
         ({"num_layers": 1}, "model.num_layers=1 must be at least 2, or use model.comp_skip=false"),
         ({"num_experts": 20}, "num_experts=20 share .* tokens of a candidate"),
         ({"num_heads": 3}, r"model.dim=8 must be a multiple of 2 \* num_heads=6"),
-        ({"events": {"event1": EventConfig(dim=12, num_heads=4)}}, "model.events.event1.dim=12 must be a multiple"),
-        ({"time_scale": 0.0}, "model.time_scale=0.0 must be above 0 seconds"),
-        ({"layers": [{"compute": ["sums"]}, {}]}, r"layers\.0\.compute=\['sums'\] is not known; choose from pffn, att"),
-        ({"compute": ["attention"]}, r"model: nothing reads what layer 0 .* of compute=\[attention,pooling\]"),
-        ({"layers": [{}, {}, {"compute": ["pffn"]}]}, r"what layer 1 computes.* of compute=\[pffn,pooling\]"),
+        ({"events": {"event1": {"dim": 12, "num_heads": 4}}}, "model.events.event1.dim=12 must be a multiple"),
         (
-            {"layers": [{}, {"compute": ["attention"]}, {}], "events": {"event0": EventConfig(num_layers=2)}},
-            "model.events.event0: nothing reads what layer 1 computes",
+            {"events": {"event0": {"layers": [{"wukong": {"rank": 2}}, {}]}}},
+            r"events\.event0\.layers\.0\.wukong is no key of a layer; set model\.wukong for all, or choose ",
         ),
         (
-            {"events": {"event0": EventConfig(layers=[{"wukong": {"machine": "plain"}}, {}])}},
-            r"events\.event0\.layers\.0\.wukong is no key of a layer; set model\.wukong for all, or choose .*compute",
-        ),
-        (
-            {"events": {"event0": EventConfig(num_layers=2, layers=[{}])}},
+            {"events": {"event0": {"num_layers": 2, "layers": [{}]}}},
             r"events\.event0\.layers has 1 entries, one a layer, and model\.events\.event0\.num_layers=2",
         ),
         (
-            {"events": {"event0": EventConfig(layers=[{}] * 3)}},
+            {"events": {"event0": {"layers": [{}] * 3}}},
             r"event0\.layers, of 3 entries, must be at most model\.num_layers=2",
         ),
         ({"layers": [{}, {"num_heads": 3}]}, r"model.dim=8 must be a multiple of 2 \* num_heads=6"),

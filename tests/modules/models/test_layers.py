@@ -104,9 +104,13 @@ def test_keys_of_dataclasses_and_lists_are_checked_for_their_types() -> None:
     wrong: list[tuple[str, dict[str, Any], str]] = [
         ("kunlun", {"pffn_gdpa": {"qk_norm": 1}}, r"layers\.0\.pffn_gdpa\.qk_norm=1 must be of type bool"),
         ("kunlun", {"pffn_gdpa": "silu"}, r"layers\.0\.pffn_gdpa=silu must be of type GDPAConfig, e\.g\. .*=\{\}"),
-        ("kunlun", {"compute": "pffn"}, r"layers\.0\.compute=pffn must be of type list\[str\] \| None"),
+        (
+            "kunlun",
+            {"head_hidden": "wide"},
+            r"layers\.0\.head_hidden is no key of a layer; set model\.head_hidden for all",
+        ),
         ("wukong", {"hidden": [8, "wide"]}, r"layers\.0\.hidden=\[8, 'wide'\] must be of type list"),
-        ("wukong", {"rank": True}, r"layers\.0\.rank=True must be of type int, e\.g\. model\.layers\.0\.rank=8"),
+        ("wukong", {"wukong": {"rank": True}}, r"0\.wukong\.rank=True must be of type int, e\.g\. .*\.wukong\.rank=8"),
     ]
     for name, entry, message in wrong:
         with pytest.raises(ValueError, match=message):

@@ -40,7 +40,7 @@ from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.gem import GEM
 from modules.models.interformer import InterFormer
 from modules.models.interformer.arches import WukongStackConfig
-from modules.models.kunlun import EventConfig, Kunlun
+from modules.models.kunlun import Kunlun
 from modules.models.onetrans import OneTransConfig
 from modules.models.token_mixing import TokenMixingConfig
 from modules.models.ultra_hstu import UltraHSTUConfig
@@ -55,15 +55,17 @@ SMALL: dict[str, Any] = {
     "feed_forward_dim": 16,
     "dcn_rank": 4,
 }
-ATTENTIVE = WukongConfig(rank=3, machine="attentive")
 MOE = {"num_experts": 4, "top_k": 2, "expert_dim": 8}
 EXPERTS: dict[str, Any] = {"feed_forward": "moe", "moe": MoE.Config(**MOE)}
-WUKONG: dict[str, Any] = {"dim": 8, "rank": 3, "hidden": [16], "head_hidden": [16], "num_fmb": 4, "num_lcb": 4}
+WUKONG: dict[str, Any] = {
+    "dim": 8,
+    "wukong": WukongConfig(num_fmb=4, num_lcb=4, rank=3),
+    "hidden": [16],
+    "head_hidden": [16],
+}
 GEM_SMALL: dict[str, Any] = {
     "dim": 8,
-    "wukong": WukongConfig(rank=3),
-    "num_fmb": 4,
-    "num_lcb": 4,
+    "wukong": WukongConfig(num_fmb=4, num_lcb=4, rank=3),
     "interaction_hidden": [16],
     "head_hidden": [16],
     "pffn_hidden": 8,
@@ -71,7 +73,7 @@ GEM_SMALL: dict[str, Any] = {
 }
 KUNLUN: dict[str, Any] = {
     "dim": 8,
-    "wukong": WukongConfig(rank=3),
+    "wukong": WukongConfig(num_fmb=4, num_lcb=4, rank=3),
     "interaction_hidden": [16],
     "head_hidden": [16],
     "pffn_hidden": 8,
@@ -83,7 +85,7 @@ ULTRA: dict[str, Any] = {"dim": 8, "token_dim": 8, "num_heads": 2, "head_hidden"
 ONETRANS: dict[str, Any] = {"dim": 8, "token_dim": 16, "num_heads": 2, "num_tokens": 3, "head_hidden": [16]}
 TOKEN_MIXERS: dict[str, dict[str, Any]] = {
     "add": {"mixing": "add", "norm": "post", "feed_forward": "gelu", "sequences": "target"},
-    "revert": {"mixing": "revert", "global_token": True, "num_layers": 3, "interval": 2, "pool": "flatten"},
+    "revert": {"mixing": "revert", "global_token": True, "num_layers": 3, "interval": 2},
     "moe": {"mixing": "revert", "feed_forward": "moe", "num_layers": 1},
     "queries": {"sequences": "queries", "encoding": "attention"},
     "newest": {"sequences": "queries", "encoding": "newest", "num_newest": 3, "merge_events": True},
@@ -116,41 +118,37 @@ VARIANTS: dict[str, Any] = {
     "dlrm": DLRM.Config(dim=8, bottom_hidden=[8], top_hidden=[16]),
     "dlrm-interaction": DLRM.Config(dim=8, bottom_hidden=[8], top_hidden=[16], jagged_interaction=True),
     "wukong": Wukong.Config(**WUKONG),
-    "wukong-plain": Wukong.Config(**WUKONG, machine="plain"),
-    "wukong-attentive": Wukong.Config(**WUKONG, machine="attentive"),
     "wukong-layers": Wukong.Config(
         **WUKONG,
-        layers=[{"machine": "attentive", "num_fmb": 3, **EXPERTS}, {"machine": "plain", "hidden": []}, {"rank": 2}],
+        layers=[{"wukong": {"num_fmb": 3}, **EXPERTS}, {"hidden": []}, {"wukong": {"rank": 2}}],
     ),
     "gem": GEM.Config(**GEM_SMALL),
     "gem-layers": GEM.Config(
         **GEM_SMALL,
         layers=[
-            {"num_heads": 1, "num_tokens": 3, "num_context": 3, "wukong": {"machine": "attentive"}},
-            {"window": 1, "num_target": 1, "num_fmb": 3, "pffn_gdpa": {"activation": "silu"}, **EXPERTS},
-            {"cross_layer": False, "pffn_hidden": 4},
+            {"num_heads": 1, "num_tokens": 3, "num_context": 3},
+            {"window": 1, "num_target": 1, "wukong": {"num_fmb": 3}, "pffn_gdpa": {"activation": "silu"}, **EXPERTS},
+            {"pffn_hidden": 4, "num_tokens": 2},
         ],
     ),
-    "gem-deep": GEM.Config(**GEM_SMALL | {"wukong": ATTENTIVE}, num_layers=3, levels=[]),
+    "gem-deep": GEM.Config(**GEM_SMALL, num_layers=3, levels=[]),
     "kunlun": Kunlun.Config(**KUNLUN),
-    "kunlun-all-in-each": Kunlun.Config(
-        **KUNLUN | {"wukong": ATTENTIVE}, comp_skip=False, shared_kv=False, num_layers=1
-    ),
+    "kunlun-all-in-each": Kunlun.Config(**KUNLUN, comp_skip=False, num_layers=1),
     "kunlun-merged": Kunlun.Config(
         **KUNLUN | {"window": 0}, event_stacks="merged", num_layers=3, pooling="pma", rotation="position"
     ),
     "kunlun-layers": Kunlun.Config(
         **KUNLUN,
         layers=[
-            {"compute": ["attention", "pooling"], "num_target": 3, "num_heads": 1},
-            {"compute": ["pffn", "attention"], "num_context": 3, "num_experts": 3, "wukong": {"machine": "attentive"}},
-            {"compute": ["pffn"], "pffn": "linear", "num_summary": 4, **EXPERTS},
-            {"window": 1, "num_target": 0, "pooling": "pma", "shared_kv": False, "compute": ["attention", "pooling"]},
+            {"num_context": 3, "num_experts": 3},
+            {"num_target": 3, "num_heads": 1},
+            {"pffn": "linear", "num_summary": 4, **EXPERTS},
+            {"window": 1, "num_target": 0, "pooling": "pma"},
         ],
-        events={"event1": EventConfig(dim=16, layers=[{"num_tokens": 2}, {"compute": ["pffn", "pooling"]}])},
+        events={"event1": {"dim": 16, "layers": [{"num_tokens": 2}, {"num_seeds": 3}]}},
     ),
     "kunlun-events": Kunlun.Config(
-        **KUNLUN, events={"event1": EventConfig(dim=16, num_tokens=2, num_layers=2)}, num_layers=3, pffn="linear"
+        **KUNLUN, events={"event1": {"dim": 16, "num_tokens": 2, "num_layers": 2}}, num_layers=3, pffn="linear"
     ),
     "ultra-hstu": UltraHSTUConfig(**ULTRA, num_layers=2, window=2, prefix=2),
     "ultra-hstu-layers": UltraHSTUConfig(
@@ -167,7 +165,12 @@ VARIANTS: dict[str, Any] = {
     "onetrans": OneTransConfig(**ONETRANS, last_events=0, num_layers=2),
     "onetrans-pyramid": OneTransConfig(**ONETRANS, last_events=2, length_multiple=1, num_layers=3, request_tokens=2),
     "onetrans-plain": OneTransConfig(
-        **ONETRANS, last_events=5, length_multiple=4, merge="types", own_weights=False, causal=False, tokens="groups"
+        **ONETRANS,
+        last_events=5,
+        length_multiple=4,
+        merge="types",
+        without=["own_weights", "causality"],
+        tokens="groups",
     ),
     "mixing-all-ways": TokenMixingConfig(**TOKEN_MIXING, one_way=False, sequences="queries"),
 }
@@ -430,7 +433,7 @@ class NoHostSync(TorchDispatchMode):
             "interformer",
             "dcnv2",
             "dlrm",
-            "wukong-attentive",
+            "wukong",
             "kunlun",
             "mixing-revert",
             "mixing-newest",

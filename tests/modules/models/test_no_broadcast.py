@@ -17,7 +17,6 @@ from modules.batch import RequestBatch
 from modules.broadcast import CandidateRows
 from modules.config import ModelConfig
 from modules.layers.embedding.tokens import FeatureEmbedding
-from modules.layers.interaction.wukong import MACHINES
 from modules.models import baselines, build
 from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.gem import GEM
@@ -29,7 +28,7 @@ from modules.models.sasrec import SASRec
 from modules.models.sequential import SequentialConfig
 from modules.models.wukong import Wukong
 from tests.modules.factories import random_batch, random_spec, vendor_spec
-from tests.modules.models.test_models import ATTENTIVE, GEM_SMALL, KUNLUN, SMALL, VARIANTS
+from tests.modules.models.test_models import GEM_SMALL, KUNLUN, SMALL, VARIANTS
 from tests.modules.models.test_models import WUKONG as WUKONG_MODEL
 from tests.modules.models.test_sequential import SPEC
 
@@ -133,13 +132,13 @@ def test_interformer_copies_no_request_to_its_candidates(options: dict[str, Any]
 @pytest.mark.parametrize(
     "config",
     [
-        *(Wukong.Config(**WUKONG_MODEL, machine=machine) for machine in MACHINES),
+        Wukong.Config(**WUKONG_MODEL),
         Kunlun.Config(**KUNLUN),
-        Kunlun.Config(**KUNLUN | {"wukong": ATTENTIVE}, comp_skip=False, shared_kv=False, num_layers=3),
+        Kunlun.Config(**KUNLUN, comp_skip=False, num_layers=3),
         GEM.Config(**GEM_SMALL, num_layers=3),
         *(VARIANTS[name] for name in LATER),
     ],
-    ids=[*MACHINES, "kunlun", "kunlun all in each layer", "gem", *LATER],
+    ids=["wukong", "kunlun", "kunlun all in each layer", "gem", *LATER],
 )
 def test_models_of_layers_copy_no_request_to_its_candidates(config: ModelConfig) -> None:
     torch.manual_seed(0)

@@ -47,7 +47,7 @@ def padded(model: OneTrans, config: OneTransConfig, tokens: Any, batch: Any) -> 
             first, last = history.offsets[row : row + 2].tolist()
             made = zip(history.times[first:last].tolist(), mlp(history.values[first:last]), strict=True)
             events += [(time if config.merge == "time" else number, number, token) for time, token in made]
-            if config.merge == "types" and config.separator and number + 1 < len(tokens.histories):
+            if config.merge == "types" and "separators" not in config.without and number + 1 < len(tokens.histories):
                 events.append((number, number, model.events.separators[len(tokens.histories) - 2 - number]))
         x = [token[None] for _, _, token in sorted(events, key=lambda each: each[:2])]
         if model.request is not None:
@@ -70,7 +70,7 @@ def padded(model: OneTrans, config: OneTransConfig, tokens: Any, batch: Any) -> 
                 made = []
                 for place in places:
                     query = linear(layer.sequence.query, read[place][None, None])[0]
-                    attended = attend(query, place if config.causal else len(x) - 1)
+                    attended = attend(query, place if "causality" not in config.without else len(x) - 1)
                     made.append(after(layer.sequence, x[place][None], attended[None])[0])
             own = after(part, own, attend(linear(part.query, norm(own)), None))
             x = made if layer.kept else x
@@ -82,10 +82,10 @@ ONE = CandidateRows(torch.tensor([0]), torch.tensor([0, 1]))
 CHANGES: list[dict[str, Any]] = [
     {"request_tokens": 2},
     {"last_events": 0},
-    {"causal": False},
+    {"without": ["causality"]},
     {"merge": "types"},
-    {"merge": "types", "separator": False},
-    {"own_weights": False},
+    {"merge": "types", "without": ["separators"]},
+    {"without": ["own_weights"]},
     {"tokens": "groups"},
     {"tokens": "groups", "request_tokens": 1, "last_events": 12},
 ]

@@ -15,7 +15,7 @@ from modules.models import MODELS, build
 from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.gem import GEM
 from modules.models.interformer import InterFormer
-from modules.models.kunlun import EventConfig, Kunlun
+from modules.models.kunlun import Kunlun
 from modules.models.onetrans import OneTransConfig
 from modules.models.ranking import RequestVectors
 from modules.models.retrieval import RetrievalModel
@@ -30,7 +30,7 @@ WIDTHS: list[tuple[ModelConfig, int]] = [
     (InterFormer.Config(dim=8, num_cls=3, num_recent=2), (3 + 2) * 8),
     (Kunlun.Config(dim=8, num_tokens=3, event_stacks="merged"), 3 * 8),
     (
-        Kunlun.Config(dim=8, num_tokens=2, num_layers=3, events={"event0": EventConfig(num_tokens=3, num_layers=2)}),
+        Kunlun.Config(dim=8, num_tokens=2, num_layers=3, events={"event0": {"num_tokens": 3, "num_layers": 2}}),
         (3 + 2) * 8,
     ),
     (GEM.Config(dim=8, levels=[4], num_tokens=3), 2 * 3 * 8),

@@ -194,11 +194,12 @@ def test_the_page_has_the_ablations_of_all_models() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("change", [{}, *SPARSE, {"per_token": False}], ids=str)
+@pytest.mark.parametrize("change", [{}, *SPARSE, {"without": ["token_networks"]}], ids=str)
 def test_sparse_experts_of_a_token_are_its_own(change: dict[str, Any]) -> None:
-    per_token = change.get("per_token", True)
-    sparse = SparseConfig(**{key: value for key, value in change.items() if key != "per_token"})
-    config = published("tokenmixer", feed_forward="moe", moe=sparse, per_token=per_token)
+    without = change.get("without", [])
+    per_token = not without
+    sparse = SparseConfig(**{key: value for key, value in change.items() if key != "without"})
+    config = published("tokenmixer", feed_forward="moe", moe=sparse, without=without)
     model = Ranking(config, SPEC)
     layers = [module for module in model.arch.modules() if isinstance(module, MoE)]
     kinds = 4 if per_token else 1
@@ -262,7 +263,7 @@ def test_groups_are_named_and_partition_the_features_of_each_side() -> None:
         ({"token_dim": 20}, "model.token_dim=20 must be a multiple of model.num_tokens=8"),
         ({"user_tokens": 8}, "model.user_tokens=8 must be below"),
         ({"num_heads": 3}, "must be a multiple of 2 . model.num_heads=6"),
-        ({"query_from": "candidate"}, "use model.one_way=false"),
+        ({"without": ["request_in_queries"]}, "use model.one_way=false"),
         ({"sequences": "queries", "num_queries": 2}, "num_tokens=10 with"),
         ({"sequences": "heads", "feed_forward": "moe"}, "use model.feed_forward=swiglu"),
     ],
@@ -275,7 +276,8 @@ def test_what_does_not_fit_together_names_a_key_and_a_value(change: dict[str, An
 @pytest.mark.parametrize(("per_token", "bias"), [(True, True), (False, True), (True, False)])
 def test_layers_of_tokens_are_quantised_by_name(per_token: bool, bias: bool) -> None:
     torch.manual_seed(0)
-    config = published("tokenmixer", token_dim=64, dim=32, per_token=per_token, bias=bias, expansion=1.0)
+    without = [] if per_token else ["token_networks"]
+    config = published("tokenmixer", token_dim=64, dim=32, without=without, bias=bias, expansion=1.0)
     model, batch = Ranking(config, SPEC), random_batch(SPEC)
     before = model(batch)
     rows = apply_recipe(model, "mxfp8", ["arch.layers.*.block.*"])

@@ -30,7 +30,7 @@ WITH_VENDORS = [
     "kunlun",
     "kunlun-all-in-each",
     "gem",
-    "wukong-attentive",
+    "wukong",
     "din",
     "dcnv2",
 ]

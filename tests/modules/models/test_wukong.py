@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from modules.broadcast import CandidateRows
 from modules.layers.embedding.tokens import FeatureEmbedding
-from modules.layers.interaction.wukong import AttentiveCompression, PairMachine, WukongExperts, WukongLayer, _Deal
+from modules.layers.interaction.wukong import WukongConfig, WukongExperts, WukongLayer, _Deal
 from modules.models.wukong import Wukong
 from tests.modules import padded
 from tests.modules.factories import random_batch, random_spec
@@ -50,73 +49,34 @@ def layer(own: int, shared: int, **options: Any) -> WukongLayer:
     return WukongLayer(own, DIM, num_request=shared, **common | options).double()
 
 
-def test_attentive_compression_makes_the_mixture_of_each_candidate() -> None:
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"num_compressed": 2, "hidden": [5], "dropout": 0.0, "max_candidates": 3}
-    module = AttentiveCompression(OWN, DIM, 3, num_request=SHARED, **options).double()
-    candidate, request, x = inputs()
-    weights = module.weights(norm(lce(module.compress, x)).flatten(1)).view(4, 3, 5) / 5**0.5
-    assert_same(module(candidate, request, ROWS), weights @ x, module, candidate, request)
-
-
-@pytest.mark.parametrize("hidden", [[6], [6, 5], []], ids=str)
-def test_pair_machine_normalises_all_pairs_of_a_candidate_as_one_vector(hidden: list[int]) -> None:
-    torch.manual_seed(0)
-    module = PairMachine(OWN, DIM, hidden, 8, 0.0, num_request=SHARED, max_candidates=3).double()
-    nn.init.normal_(module.bias)
-    candidate, request, x = inputs()
-    gram = x @ x.mT / DIM**0.5
-
-    def pairs(rows: range, columns: range) -> Tensor:
-        return torch.stack([gram[:, i, j] for i in rows for j in columns if i < j or columns is not rows], 1)
-
-    of_request, of_candidate = range(SHARED), range(SHARED, SHARED + OWN)
-    order = [pairs(of_candidate, of_candidate), pairs(of_candidate, of_request), pairs(of_request, of_request)]
-    assert module.first.shared is not None
-    weight = torch.cat([module.first.own.weight, module.first.shared.weight], 1)
-    expected = module.rest(F.linear(norm(torch.cat(order, 1)), weight, module.bias))
-    assert module.num_pairs == 10
-    assert_same(module(candidate, request, ROWS), expected, module, candidate, request)
-
-
-@pytest.mark.parametrize("machine", ["optimised", "plain", "attentive"])
 @pytest.mark.parametrize("num_lcb", [3, 4], ids=["keeps", "projects"])
-def test_layer_with_tokens_of_a_request_is_one_over_all_tokens(machine: str, num_lcb: int) -> None:
-    module = layer(OWN, SHARED, machine=machine, num_lcb=num_lcb, attention_hidden=[5])
+def test_layer_with_tokens_of_a_request_is_one_over_all_tokens(num_lcb: int) -> None:
+    module = layer(OWN, SHARED, num_lcb=num_lcb)
     candidate, request, x = inputs()
-    fmb = module._machine(candidate, request, ROWS).unflatten(1, (-1, DIM))
+    products = x @ (lce(module.project, x)).mT / DIM**0.5
+    fmb = module.fmb(norm(products.flatten(1))).unflatten(1, (-1, DIM))
     residual = x if module.residual is None else lce(module.residual, x)
     expected = norm(torch.cat([fmb, lce(module.lcb, x)], 1) + residual)
     assert (module.residual is None) == (num_lcb == 3)
     assert_same(module(candidate, request, ROWS), expected, module, candidate, request)
 
 
-def test_no_machine_grows_with_the_number_of_tokens() -> None:
+def test_products_do_not_grow_with_the_number_of_tokens() -> None:
     """What the MLP reads has unit variance, and its parts before the norm stay near it: safe in half precision."""
-    for machine in ("optimised", "plain", "attentive"):
-        for number in (4, 400):
-            torch.manual_seed(0)
-            module = WukongLayer(number, 16, num_fmb=2, num_lcb=2, rank=4, hidden=[8], dropout=0.0, machine=machine)
-            seen: list[Tensor] = []
-            source = module.fmb.dot if isinstance(module.fmb, PairMachine) else module.project
-            assert source is not None
-            source.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out))
-            out = module(norm(torch.randn(8, number, 16)))
-            assert 0.05 < seen[0].std() < 2.0
-            assert 0.9 < out.square().mean() < 1.1
-
-
-def test_plain_machine_of_one_token_is_an_error() -> None:
-    with pytest.raises(ValueError, match="multiplies pairs of tokens, and there is one token"):
-        layer(1, 0, machine="plain")
-    with pytest.raises(ValueError, match="machine must be one of optimised, plain, attentive, got 'fast'"):
-        layer(OWN, 0, machine="fast")
+    for number in (4, 400):
+        torch.manual_seed(0)
+        module = WukongLayer(number, 16, num_fmb=2, num_lcb=2, rank=4, hidden=[8], dropout=0.0)
+        x = norm(torch.randn(8, number, 16))
+        assert 0.05 < module.project(x).std() < 2.0
+        assert 0.9 < module(x).square().mean() < 1.1
 
 
 def test_the_model_is_layers_over_all_tokens_then_a_head() -> None:
     torch.manual_seed(0)
     spec = random_spec()
-    config = Wukong.Config(dim=8, num_layers=3, rank=3, hidden=[16], head_hidden=[16], num_fmb=4, num_lcb=3)
+    config = Wukong.Config(
+        dim=8, num_layers=3, wukong=WukongConfig(num_fmb=4, num_lcb=3, rank=3), hidden=[16], head_hidden=[16]
+    )
     model, batch = Wukong(spec, config), random_batch(spec)
     tokens = FeatureEmbedding(spec, 8, "cpu")(batch)
     x = []

@@ -73,11 +73,6 @@ from train.config.schema import EventsConfig, register_schema
             "runtime.cuda_graphs=true with tasks.click.loss=bpr: a step gives the vectors of all places",
         ),
         ("model=din runtime.cuda_graphs=true", "runtime.cuda_graphs=true with model=din: its sizes are read from"),
-        (
-            "checkpoint.load_partial=true checkpoint.load_optimizer=true",
-            "checkpoint.load_partial=true takes weights alone, whose moments would be those of another model; use "
-            "checkpoint.load_optimizer=false",
-        ),
         ("model.sequence_context=candidate runtime.cuda_graphs=true", "or model.sequence_context=request"),
         ("optimizer.betas=[0.9,1]", "optimizer.betas=[0.9, 1.0] must be below 1, e.g. optimizer.betas=[0.9, 0.999]"),
         ("optimizer.betas=[-0.9,0.999]", "optimizer.betas=[-0.9, 0.999] must be at least 0"),
@@ -174,7 +169,7 @@ def test_layers_are_lists_on_the_command_line_and_in_what_a_run_has_saved() -> N
     for override, depth in ((of_model, 3), (of_events, 2)):
         config = to_config(composed("model=kunlun", "data=synthetic", override))
         assert isinstance(config.model, KunlunConfig)
-        assert config.model.num_layers == len(config.model.layers or config.model.events["click"].layers or []) == depth
+        assert config.model.num_layers == len(config.model.layers or config.model.events["click"]["layers"]) == depth
         saved = json.loads(json.dumps(dataclasses.asdict(config)))
         assert from_dict(saved, []).model == config.model
     equal = to_config(composed("model=interformer", "data=synthetic", "model.num_layers=3"))

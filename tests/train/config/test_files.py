@@ -86,8 +86,43 @@ def test_a_data_file_sets_data_alone(name: str, tmp_path: Path) -> None:
     files = {"data/theirs.yaml": OURS.format(sibling=sibling), **REACHES[name]}
     write(tmp_path, {file: text.replace("{folder}", str(tmp_path)) for file, text in files.items()})
     (tmp_path / "evil.pkl").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(ValueError, match=r"sets the section|sets, by|sets hydra|of a schema|In '"):
+    with pytest.raises(ValueError, match=r"sets the section|sets, by|sets hydra|of a schema|is no key|In '"):
         composed(["data=theirs"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "canditate_numeric: [p]",
+            r"data/m\.yaml: data\.canditate_numeric is no key .*; did you mean data\.cand",
+        ),
+        ("histories: {h: {field: [a]}}", r"data/m\.yaml: data\.histories\.h\.field is no key .*h\.fields\?"),
+        ("valid_files: a.csv", r"data/m\.yaml: data\.valid_files: must be a list, e\.g\. \[a\]"),
+        (
+            "max_history: 2.5",
+            r"data/m\.yaml: data\.max_history: Value '2\.5' of .* to Integer$",
+        ),
+        ("max_history: 010", r"m\.yaml, line 4: max_history has 010, .* a plain number"),
+        ("request_window: 1:30", r"m\.yaml, line 4: request_window has 1:30, .* a plain number"),
+        ("time: no", r'm\.yaml, line 4: time has no, .* stands in quotes, "no"'),
+        ("labels: {1: a}", r"data/m\.yaml: data\.labels\.1: Key 1 \(int\) must be text: put it in quotes"),
+        ("user: other", r"m\.yaml cannot be read: .* found duplicate key user"),
+        ("root: !!python/object/apply:os.getcwd []", r"m\.yaml cannot be read: could not determine a constructor"),
+        ("root: '${'", r"m\.yaml cannot be read: no viable alternative"),
+    ],
+)
+def test_a_mistake_in_a_file_is_told_in_one_line_with_its_key(text: str, said: str, tmp_path: Path) -> None:
+    write(tmp_path, {"data/m.yaml": OURS.format(sibling="") + text + "\n"})
+    with pytest.raises(ValueError, match=said) as told:
+        composed(["data=m"], tmp_path)
+    assert "\n" not in str(told.value)
+
+
+def test_data_files_that_bring_in_themselves(tmp_path: Path) -> None:
+    write(tmp_path, {"data/m.yaml": "defaults: [b]\n", "data/b.yaml": "defaults: [m]\n"})
+    with pytest.raises(ValueError, match="defaults lists bring in each other without end"):
+        composed(["data=m"], tmp_path)
 
 
 def test_data_files_may_bring_in_others(tmp_path: Path) -> None:

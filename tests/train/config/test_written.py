@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from tests.launching import ROOT
 from train.config import written
+from train.config.files import composed
 
 
 def folder_of(tmp_path: Path, value: str, key: str) -> Path:
@@ -46,6 +48,26 @@ def test_ids_that_yaml_reads_as_others_are_refused(tmp_path: Path, value: str, k
 )
 def test_ids_that_are_what_they_look_like_are_taken(tmp_path: Path, value: str, key: str) -> None:
     written.check([folder_of(tmp_path, value, key)], {"data": "mine"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: &a [1]\n" + "".join(f"{b}: &{b} [{','.join(9 * [f'*{a}'])}]\n" for a, b in pairwise("abcdefgh")),
+         "more than 100,000 values"),
+        ("a: &a [*a]\n", "more than 100,000 values"),
+        ("a: " + "[" * 60 + "]" * 60, "50 levels"),
+        ("a: " + "[" * 3000, "50 levels"),
+        ("a: [1\n", "cannot be read as YAML: while parsing a flow sequence"),
+        ("a: 1\n---\nb: 2\n", "cannot be read as YAML: expected a single document"),
+    ],
+)  # fmt: skip
+@pytest.mark.reliability("a YAML file of aliases or levels without end", "refused by name before it is expanded")
+def test_a_file_that_grows_or_is_no_yaml_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.yaml").write_text(text)
+    with pytest.raises(ValueError, match=rf"mine\.yaml .*{message}"):
+        composed(["data=mine"], tmp_path)
 
 
 def test_other_keys_may_have_such_numbers(tmp_path: Path) -> None:

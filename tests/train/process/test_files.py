@@ -11,7 +11,8 @@ import pytest
 
 from train.config.schema import TrackingConfig
 from train.process.files import room, write_json
-from train.record.tracking import Tracker, _LogFile
+from train.process.logs import _LogFile
+from train.record.tracking import Tracker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
 

@@ -45,7 +45,7 @@ def parsed(text: str) -> dict[str, float]:
 
 @pytest.fixture
 def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
-    made = Endpoint(tmp_path, "127.0.0.1", 0, 1e9, step=3, total_steps=10)
+    made = Endpoint(tmp_path, "127.0.0.1", 0, step=3, total_steps=10)
     yield made
     made.close()
 
@@ -79,13 +79,13 @@ def test_metrics_are_those_of_the_run(endpoint: Endpoint, tmp_path: Path) -> Non
     assert math.isnan(found['gemsmith_metric{split="train",task="a \\"b\\"\\\\",metric="ne"}'])
 
 
-def test_a_run_that_ends_no_step_is_not_healthy(endpoint: Endpoint) -> None:
+def test_a_run_that_ends_no_step_is_not_healthy(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint.advance()
     assert get(endpoint.address[1], "/healthz") == (200, "step 4 of 10\n")
-    endpoint.healthy = 0.0
+    monkeypatch.setattr("train.record.endpoint.HEALTHY", 0.0)
     status, said = get(endpoint.address[1], "/healthz")
     assert status == 503
-    assert "more than tracking.http_healthy=0; the last was step 4" in said
+    assert "more than 0; the last was step 4" in said
     with endpoint.between_steps():
         assert get(endpoint.address[1], "/healthz")[0] == 200
     assert get(endpoint.address[1], "/healthz")[0] == 503
@@ -98,7 +98,7 @@ def test_other_pages_are_not_there(endpoint: Endpoint) -> None:
 def test_it_is_reached_by_the_interface_that_was_asked_for_alone(endpoint: Endpoint, tmp_path: Path) -> None:
     with pytest.raises(urllib.error.URLError, match="refused"):
         get(endpoint.address[1], "/metrics", host="127.0.0.2")
-    everywhere = Endpoint(tmp_path, "0.0.0.0", 0, 1.0, step=0, total_steps=1)
+    everywhere = Endpoint(tmp_path, "0.0.0.0", 0, step=0, total_steps=1)
     assert get(everywhere.address[1], "/metrics", host="127.0.0.2")[0] == 200
     everywhere.close()
     with pytest.raises(urllib.error.URLError, match="refused"):

@@ -13,7 +13,7 @@ import numpy as np
 from modules.batch import FeatureSpec
 from train.config.schema import EventsConfig
 from train.data.events import streamed
-from train.data.events.check import check, check_once, earlier_mapping
+from train.data.events.check import check, check_once, check_parts, earlier_mapping
 from train.data.events.dense import Numbers, dense
 from train.data.events.late import final, newest
 from train.data.events.names import feature_spec, max_candidates
@@ -30,7 +30,7 @@ from train.data.events.read import (
 from train.data.events.vendors import order_by_vendor
 from train.data.features import mapping
 from train.data.prepare import Dense, write
-from train.data.requests import Requests, group_requests, rounded, vendor_runs
+from train.data.requests import SPLITS, Requests, group_requests, rounded, vendor_runs
 from train.data.statistics.compute import Statistics, settled
 from train.data.storage import store
 from train.data.storage.files import locate
@@ -95,6 +95,7 @@ def _prepare_whole(
             log = log_files(config, history).whole()
             logs[name] = read_log(config, history, log, columns.user.values)
             log.report(config.max_skipped)
+    check_parts(config, np.bincount(columns.part[columns.good] + 1, minlength=len(SPLITS) + 1).tolist())
     requests = group_requests(
         np.flatnonzero(columns.good),
         columns.user.codes,

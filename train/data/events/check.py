@@ -7,15 +7,18 @@ import logging
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
 from modules.batch import FeatureSpec
+from modules.config import check_options
 from train.config.schema import EventsConfig, TableVectorsConfig, VectorConfig
 from train.data.events.late import check_late
 from train.data.events.names import features, lists, numbers, numeric, table_of, vectors, wanted
 from train.data.features import mapping, times
 from train.data.features.columns import NUMBER
+from train.data.features.ids import texts_of
 from train.data.features.numeric import INDICATOR, matching
 from train.data.features.transforms import Transforms
 from train.data.statistics import describe as statistics
@@ -29,52 +32,15 @@ ENDS = 1 << 16
 
 
 def check(config: EventsConfig) -> None:
-    if not config.files:
-        raise ValueError("data.files is empty; name the files of labelled rows, e.g. data.files=[log.parquet]")
+    check_options(config, "data")
+    ids = {f"data.display.{name}": value for name, value in config.display.items()}
     for name, history in config.histories.items():
-        key = f"data.histories.{name}"
-        if not history.fields:
-            raise ValueError(f"{key}.fields is empty; name at least one column, e.g. [item_id]")
-        if history.lists and (history.where or history.files):
-            raise ValueError(f"{key}.lists reads lists of the row itself; where and files go with lists=false")
-        if history.times and not config.time:
-            raise ValueError(f"{key}.times dates events: data.time must name the time column of the rows")
-        if history.times and not history.lists:
-            raise ValueError(f"{key}.times names a list column and goes with lists=true; a log's time column is `time`")
-        if not history.lists and not config.user:
-            raise ValueError(f"{key} collects a user's earlier events: data.user must name the user column")
-        if history.files and not config.time:
-            raise ValueError(f"{key}.files is a log of timed events: data.time must name the time column of the rows")
-    if config.split_by == "last" and not (config.user and config.time):
-        raise ValueError(
-            "data.split_by=last holds out each user's last requests: data.user and data.time must name their columns, "
-            "e.g. data.user=session data.time=position"
-        )
-    if config.train_requests == "last" and config.split_by != "last":
-        raise ValueError("data.train_requests=last goes with data.split_by=last, which holds out each user's last ones")
-    if config.request and not config.user:
-        raise ValueError(
-            f"data.request={config.request} groups rows of one user: data.user must name the user column; without "
-            f"users, let each request be one, data.user={config.request}"
-        )
-    own = [
-        ("categorical", config.vendor_categorical),
-        ("list", config.vendor_list),
-        ("numeric", config.vendor_numeric),
-        ("vectors", list(config.vendor_vectors)),
-    ]
-    named_of_vendors = {f"data.vendor_{kind}": names for kind, names in own if names}
-    if named_of_vendors and not config.vendor:
-        key, names = next(iter(named_of_vendors.items()))
-        raise ValueError(
-            f"{key}={names} are features of vendors: data.vendor must name the column that tells vendors apart, e.g. "
-            f"data.vendor={names[0]}"
-        )
-    if config.vendor and not named_of_vendors:
-        raise ValueError(
-            f"data.vendor={config.vendor} has no feature; name at least one, e.g. data.vendor_categorical="
-            f"[{config.vendor}]"
-        )
+        ids |= {f"data.histories.{name}.where.{column}": value for column, value in history.where.items()}
+    for key, value in ids.items():
+        try:
+            texts_of(value if isinstance(value, list) and ".where." in key else [value])
+        except TypeError:
+            raise ValueError(f"{key}={value!r} must be one id, or several of a where: 1, buy or [1, 2]") from None
     formats = {f"data.histories.{name}.time_format": history.time_format for name, history in config.histories.items()}
     for key, time_format in {"data.time_format": config.time_format, **formats}.items():
         if time_format not in (None, "s", "ms") and "%" not in time_format:
@@ -192,6 +158,19 @@ def _warn_of_copies(files: list[DataFile]) -> None:
             seen.setdefault(digest, file)
 
 
+def check_parts(config: EventsConfig, counts: Sequence[int]) -> None:
+    """ValueError for files of a split without a row that can be used: time would split the other files instead.
+
+    counts: of rows or requests of which time decides, then of each split's own files.
+    """
+    for count, key in zip(counts[2:], ("valid_files", "test_files"), strict=True):
+        if getattr(config, key) and not count:
+            raise ValueError(
+                f"data.{key}={getattr(config, key)} have no row that can be used; name files with rows, or leave the "
+                "key out, and data.split decides"
+            )
+
+
 def earlier_mapping(config: EventsConfig, spec: FeatureSpec) -> mapping.Mapping | None:
     """The mapping of `data.vocabulary_of`. Raises ValueError when it is not for these tables."""
     if not config.vocabulary_of:
@@ -223,7 +202,7 @@ def earlier_mapping(config: EventsConfig, spec: FeatureSpec) -> mapping.Mapping 
             f"data.vocabulary_of={earlier.path} was given vectors for the tables {sorted(earlier.vectors)}, this "
             f"configuration has data.table_vectors of {sorted(config.table_vectors)}; use the same"
         )
-    if earlier.transforms != mapping.transforms_of(config):
+    if earlier.transforms != config.transformed():
         raise ValueError(
             f"data.vocabulary_of={earlier.path} made columns by data.transforms={earlier.transforms}; use the same, "
             "or its weights would be given other ids and numbers"

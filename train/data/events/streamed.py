@@ -24,6 +24,7 @@ import numpy as np
 from modules.batch import FeatureSpec
 from train.config.schema import EventsConfig
 from train.data.batch import ranges
+from train.data.events.check import check_parts
 from train.data.events.dense import Numbers, dense
 from train.data.events.late import final, newest
 from train.data.events.names import max_candidates
@@ -81,7 +82,9 @@ def prepare(
     if max_candidates(config) is None:
         spec = replace(spec, max_candidates=rounded(most))
     fractions = config.split if config.split_by == "time" else None
-    bounds = split_bounds(*shards.requests_of_part(), shards.place, fractions)
+    parts, free = shards.requests_of_part()
+    check_parts(config, parts)
+    bounds = split_bounds(parts, free, shards.place, fractions)
     counts = _Counts(config, spec, fields, logs)
     train = [shards.positions(end) for end in bounds["train"]]
     for shard in range(number):

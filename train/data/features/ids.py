@@ -1,7 +1,8 @@
 """The text of an id: one for a value, whichever file, table, request or Python type it comes in.
 
-12, 12.0, "12", Decimal("12.00") and b"12" are one id, and so are true, "True" and 1. Nothing, NaN and empty text are
-missing. Numbers that float32 holds are written with its digits, so that .1 is "0.1" in both widths.
+12, 12.0, "12", Decimal("12.00") and b"12" are one id, and so are true, "True" and 1, and 1e16 and "1e+16". Nothing,
+NaN and empty text are missing. Numbers that float32 holds are written with its digits, so that .1 is "0.1" in both
+widths.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import pyarrow.compute as pc
 
 BOOLEANS = (("1", pa.array(["True", "true", "TRUE"])), ("0", pa.array(["False", "false", "FALSE"])))
 """Digits of truth values, and the texts that stand for them."""
+FLOAT = r"^-?\d(\.\d+[eE]\+?|[eE]\+)\d{1,2}$"
+"""How pandas, Spark and Arrow write large floats to CSV: 1.2345678901234568e+18, 1.2345678E7."""
 CONTROL = r"[\x00-\x1f\x7f-\x9f]"
 """No character of a text: bytes that have one are a hash or a number, also where they happen to be UTF-8."""
 
@@ -48,6 +51,10 @@ def texts(values: pa.Array) -> pa.StringArray:
     except pa.ArrowNotImplementedError:
         raise ValueError(f"it is {kind}, expected one number or text a row") from None
     made = pc.replace_substring_regex(made, r"^(-?\d+)\.0+$", r"\1")
+    if pc.any(floats := pc.match_substring_regex(made, FLOAT)).as_py():
+        numbers = pc.if_else(floats, made, pa.scalar(None, pa.string())).cast(pa.float64())
+        made = pc.coalesce(_of_floats(numbers), made)
+    made = pc.if_else(pc.equal(made, "-0"), "0", made)
     return booleans_as_digits(pc.if_else(pc.equal(made, ""), pa.scalar(None, pa.string()), made))
 
 
@@ -82,7 +89,7 @@ def booleans_as_digits(made: pa.StringArray) -> pa.StringArray:
 def _in_utc(value: Any) -> datetime.datetime:
     if isinstance(value, np.datetime64):
         value = value.astype("datetime64[us]").item()
-    return value.astimezone(datetime.UTC).replace(tzinfo=None) if value.tzinfo else value
+    return value.astimezone(datetime.UTC).replace(tzinfo=None) if value and value.tzinfo else value
 
 
 KINDS: tuple[tuple[tuple[type, ...], pa.DataType, Callable[[Any], Any]], ...] = (

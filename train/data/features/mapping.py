@@ -6,7 +6,6 @@ that the ids came from, and their cache, are no longer needed then.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Iterable
@@ -19,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from modules.batch import UNKNOWN_ID
-from train.config.schema import DataConfig, EventsConfig
 from train.process.files import write_json
 
 FOLDER = "vocabulary"
@@ -119,10 +117,3 @@ def read(run_dir: Path) -> Mapping:
         known.get("columns"),
         known.get("statistics", {}),
     )
-
-
-def transforms_of(config: DataConfig) -> dict[str, dict[str, Any]]:
-    """How a configuration makes columns of others, in plain values."""
-    if not isinstance(config, EventsConfig):
-        return {}
-    return {name: dataclasses.asdict(each) for name, each in config.transforms.items()}

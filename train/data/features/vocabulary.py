@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +15,7 @@ import pyarrow.parquet as pq
 
 from modules.batch import UNKNOWN_ID
 from train.data.features.columns import Coded, CodedLists
+from train.data.storage.store import file_name
 
 Occurrences = tuple[str, pa.StringArray, np.ndarray]
 """(table, ids, how often each of them occurs in the training split)."""
@@ -122,7 +122,7 @@ class Vocabulary:
         """One parquet file a table: row, value, count in the training split."""
         folder.mkdir()
         for table, known in self.tables.items():
-            pq.write_table(known, folder / f"{quote(table, safe='')}.parquet")
+            pq.write_table(known, folder / file_name(table, ".parquet"))
 
 
 class Hashing:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import takewhile
 from pathlib import Path, PurePath, PurePosixPath
@@ -45,12 +46,48 @@ def find_files(patterns: Sequence[str], root: str | Path = ".") -> list[DataFile
 
 
 def _find_local(path: Path, root: Path) -> list[Path]:
-    matches = [path]
+    start, parts, unread = path, tuple[str, ...](), dict[Path, str | None]()
     if not path.exists():  # in a glob, the name of the root has no wildcards
-        own = path.relative_to(root) if path.is_relative_to(root) else path
-        matches = [root / match for match in glob.glob(str(own), root_dir=root, recursive=True, include_hidden=True)]
-    files = {file for match in matches for file in (match.rglob("*") if match.is_dir() else [match])}
-    return sorted(file for file in files if file.is_file())
+        own, start = (path.relative_to(root), root) if path.is_relative_to(root) else (path, Path())
+        parts = own.parts
+    found = sorted({file for file in _expanded(start, (*parts, "**"), unread) if not file.is_dir()})
+    for folder, reason in unread.items():
+        if _is_visible(folder, path):
+            raise ValueError(f"{folder}: the folder cannot be read ({reason}); change its mode, or name others")
+    for file in found:
+        if file.is_symlink() and not file.exists() and _is_visible(file, path):
+            raise ValueError(f"{file} is a link to {os.readlink(file)}, which is not there; restore or remove it")
+    return [file for file in found if file.is_file()]
+
+
+def _expanded(
+    path: Path, parts: Sequence[str], unread: dict[Path, str | None], above: frozenset[str] = frozenset()
+) -> Iterator[Path]:
+    """What there is of a glob's parts below a path, and folders that cannot be read, which Python's glob leaves out.
+
+    Links to folders are followed, except to one that they are in.
+    """
+    if not parts:
+        yield from [path] if path.exists() or path.is_symlink() else []
+        return
+    part, *rest = parts
+    if part != "**" and not glob.has_magic(part):
+        yield from _expanded(path / part, rest, unread, above)
+        return
+    if part == "**":
+        yield from _expanded(path, rest, unread, above)
+    if not path.is_dir() or (real := os.path.realpath(path)) in above:
+        return
+    try:
+        names = os.listdir(path)
+    except OSError as error:
+        unread[path] = error.strerror
+        return
+    for name in names:
+        if part == "**":
+            yield from _expanded(path / name, parts, unread, above | {real})
+        elif fnmatchcase(name, part):
+            yield from _expanded(path / name, rest, unread, above | {real})
 
 
 def _is_visible(file: PurePath, named: PurePath) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -77,7 +77,7 @@ class RowFiles:
                 self._sides.append((join, side.whole()))
         if absent:
             held = "; ".join(f"{file} has {theirs}" for file, theirs in known.items())
-            raise ValueError(f"no column {absent[0]!r}: {held}")
+            raise ValueError(f"no column {absent[0]!r}: {held}{_header_hint(absent[0], known.values())}")
         self.columns = {name for theirs in known.values() for name in theirs}
         """Of the files and those joined to them."""
         self._own = sorted({name for name in wanted if name in names} | {join.column for join, _ in self._sides})
@@ -390,10 +390,22 @@ class Rows:
             try:
                 results.append(read(column))
             except pa.ArrowException as error:
-                raise ValueError(f"{file}: column {name!r}: {error}; {TOO_MUCH}") from None
+                remedy = f"; {TOO_MUCH}" if re.search("overflow|capacity|exceed", str(error)) else ""
+                raise ValueError(f"{file}: column {name!r}: {error}{remedy}") from None
             except ValueError as error:
                 raise ValueError(f"{file}: column {name!r}: {error}") from None
         return concat(results)
+
+
+def _header_hint(name: str, headers: Iterable[Sequence[str]]) -> str:
+    """What a file that lacks a column may have been read with, by what its header says."""
+    for header in headers:
+        if name in map(str.strip, header):
+            return "; the header has blanks around names: take them out, or name the columns as they are"
+        for separator in (",", ";", "\t", "|", " "):
+            if len(header) == 1 and name in map(str.strip, header[0].split(separator)):
+                return f"; its columns are separated otherwise: data.csv_separator={separator!r}"
+    return ""
 
 
 def comparison(label: str) -> tuple[str, str, str]:

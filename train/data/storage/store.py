@@ -24,7 +24,7 @@ from train.process.files import faults, room, summed, write_json
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT = 10
+FORMAT = 11
 """Raised whenever the prepared form changes, so that older caches are prepared anew."""
 
 ByFirst = Callable[[Callable[[], None]], None]
@@ -32,7 +32,7 @@ ByFirst = Callable[[Callable[[], None]], None]
 
 ONLY_LOADING = (
     "batch_size", "eval_batch_size", "num_workers", "prefetch", "cache_dir", "max_history", "max_skipped", "pad_events",
-    "negative_rate", "rows_at_once", "verify_cache", "follow", "follow_wait", "manifest",
+    "negative_rate", "rows_at_once", "follow", "follow_wait", "manifest",
 )  # fmt: skip
 """Settings that do not change what is prepared."""
 
@@ -44,15 +44,14 @@ def cache_folder(config: DataConfig, files: Iterable[DataFile]) -> Path:
     return Path(config.cache_dir).resolve() / f"{config.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
-def prepare_once(folder: Path, prepare: Callable[[Path], None], by_first: ByFirst, verify: bool = True) -> None:
+def prepare_once(folder: Path, prepare: Callable[[Path], None], by_first: ByFirst) -> None:
     """Prepare the folder by the first process, unless it is there, while the others wait.
 
-    Its files are compared with their sizes first, and with `verify` with their checksums; a damaged folder is prepared
-    anew.
+    Its files are compared with their sizes and checksums; a damaged folder is prepared anew.
     """
 
     def ensure() -> None:
-        if folder.exists() and (fault := _fault(folder, verify)):
+        if folder.exists() and (fault := _fault(folder)):
             log.warning("%s is damaged (%s) and is prepared anew", folder, fault)
             shutil.rmtree(folder)
         if not folder.exists():
@@ -68,8 +67,8 @@ def prepare_once(folder: Path, prepare: Callable[[Path], None], by_first: ByFirs
 def _prepare(folder: Path, prepare: Callable[[Path], None]) -> None:
     """Prepare into a temporary folder and rename it when it is whole."""
     partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}")
-    partial.mkdir(parents=True)  # not mkdtemp: its mode of 0700 would lock others out of a shared cache
     try:
+        partial.mkdir(parents=True)  # not mkdtemp: its mode of 0700 would lock others out of a shared cache
         prepare(partial)
         files = {str(path.relative_to(partial)): summed(path) for path in partial.rglob("*") if path.is_file()}
         write_json(partial / MANIFEST, files)
@@ -84,13 +83,13 @@ def _prepare(folder: Path, prepare: Callable[[Path], None]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _fault(folder: Path, contents: bool) -> str | None:
+def _fault(folder: Path) -> str | None:
     """What is wrong with the files of a prepared folder, in a few words."""
     try:
         sums = json.loads((folder / MANIFEST).read_text())
-        return next(iter(faults(folder, sums, contents)), None)
+        return next(iter(faults(folder, sums)), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST}: {error!r}" if contents else None
+        return f"{MANIFEST}: {error!r}"
 
 
 def save_meta(folder: Path, meta: dict[str, Any]) -> None:
@@ -98,7 +97,12 @@ def save_meta(folder: Path, meta: dict[str, Any]) -> None:
 
 
 def array_file(folder: Path, name: str) -> Path:
-    return folder / f"{quote(name, safe='')}.npy"
+    return folder / file_name(name, ".npy")
+
+
+def file_name(name: str, suffix: str) -> str:
+    """Of any name: `unquote` undoes it. Letters beyond ASCII stay, of which a file's 255 bytes hold more so."""
+    return "".join(each if ord(each) > 127 else quote(each, safe="") for each in name) + suffix
 
 
 def load_meta(folder: Path) -> dict[str, Any]:

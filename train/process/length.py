@@ -50,12 +50,14 @@ def settle(config: Config, requests: int, validated: bool, ranks: int = 1) -> No
     few = requests < FEW and not {"model.dropout", "model.plain_head"}.isdisjoint(opened)
     for key in opened:  # later ones depend on those before
         if key in OF_FEW:
-            _set(config, key, (OF_FEW if few else FIXED)[key])
+            _set(config, key, (OF_FEW if few and not (key == PART and config.runtime.cuda_graphs) else FIXED)[key])
         else:
             _set(config, key, _choose(config, key, max(requests, 1), validating, ranks))
     if opened:
         settings = " ".join(f"{key}={_get(config, key)}" for key in opened)
         log.info("by the size of the data, %s training requests: %s", f"{requests:,}", settings)
+    if config.runtime.cuda_graphs and (refusal := config.model.graphs_refusal()):  # of what was restored
+        raise ValueError(f"runtime.cuda_graphs=true with {refusal}")
 
 
 def restore(config: Config, world: World, run_dir: Path) -> None:

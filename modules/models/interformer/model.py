@@ -142,6 +142,11 @@ class InterFormer(LowerLogits, Ranker):
                     "model.sequence_context=candidate: its sizes are read from the device; use "
                     "runtime.cuda_graphs=false or model.sequence_context=request"
                 )
+            if self.plain_head:
+                return (
+                    "model.plain_head=true: a graph returns the logits of the other heads alone; use "
+                    "runtime.cuda_graphs=false or model.plain_head=false"
+                )
             return super().graphs_refusal()
 
     def __init__(self, spec: FeatureSpec, config: Config) -> None:

@@ -62,6 +62,11 @@ class OneTransConfig(FeatureTokensConfig):
                 "model.tokens=groups needs a token of the request's features and one of the candidate's; use e.g. "
                 "model.num_tokens=2 or model.request_tokens=1"
             )
+        if "separators" in self.without and self.merge == "time":
+            raise ValueError(
+                "model.without=[separators] takes nothing out of model.merge=time; use model.merge=types, or leave "
+                "it out"
+            )
 
     def notes(self) -> list[str]:
         of_request = f"events and {self.request_tokens} tokens of features" if self.request_tokens else "events"

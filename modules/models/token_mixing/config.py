@@ -12,6 +12,8 @@ MIXINGS = ("add", "revert", "boost", "attention", "none")
 FEED_FORWARDS = ("swiglu", "gelu", "linear", "moe")
 WITHOUT = ("residuals", "token_networks", "layer_networks", "means_in_queries", "request_in_queries")
 SEQUENCES = ("mean", "target", "queries", "heads")
+ONLY_OF = {"layer_networks": "heads", "means_in_queries": "queries", "request_in_queries": "queries"}
+"""Ablation -> the `sequences` that have what it takes out."""
 
 
 @dataclass
@@ -101,6 +103,12 @@ class TokenMixingConfig(FeatureTokensConfig):
                 "model.without=[request_in_queries] leaves queries of users nothing to be made of; use "
                 "model.one_way=false"
             )
+        for part in self.without:
+            if (kind := ONLY_OF.get(part, self.sequences)) != self.sequences:
+                raise ValueError(
+                    f"model.without=[{part}] takes nothing out of model.sequences={self.sequences}; use "
+                    f"model.sequences={kind}, or leave it out"
+                )
 
     def check_layer(self) -> None:
         if self.token_dim % (2 * self.num_heads):

@@ -128,3 +128,5 @@ def test_the_last_layer_makes_no_sequence_that_nobody_reads() -> None:
         build(OneTransConfig(token_dim=18), SPEC)
     with pytest.raises(ValueError, match=r"use e\.g\. model\.num_tokens=2"):
         build(OneTransConfig(tokens="groups", num_tokens=1), SPEC)
+    with pytest.raises(ValueError, match="takes nothing out of model.merge=time; use model.merge=types"):
+        build(OneTransConfig(without=["separators"]), SPEC)

@@ -264,6 +264,8 @@ def test_groups_are_named_and_partition_the_features_of_each_side() -> None:
         ({"user_tokens": 8}, "model.user_tokens=8 must be below"),
         ({"num_heads": 3}, "must be a multiple of 2 . model.num_heads=6"),
         ({"without": ["request_in_queries"]}, "use model.one_way=false"),
+        ({"without": ["means_in_queries"]}, "takes nothing out of .* use model.sequences=queries"),
+        ({"without": ["residuals", "layer_networks"]}, "takes nothing out of .* use model.sequences=heads"),
         ({"sequences": "queries", "num_queries": 2}, "num_tokens=10 with"),
         ({"sequences": "heads", "feed_forward": "moe"}, "use model.feed_forward=swiglu"),
     ],

@@ -73,6 +73,15 @@ def test_few_requests_are_learned_with_less_memory_by_models_that_leave_it_open(
     assert rates(24_000, "kunlun", None) == fixed
 
 
+def test_graphs_do_without_further_heads() -> None:
+    config = config_of("data=movielens_ids", "runtime.cuda_graphs=true")
+    length.settle(config, 24_000, validated=True)
+    assert config.model.plain_head is False  # type: ignore[attr-defined]
+    config.model.plain_head = True  # type: ignore[attr-defined] # as a run that is resumed had it
+    with pytest.raises(ValueError, match="runtime.cuda_graphs=true with model.plain_head=true: .* use runtime.cuda_gr"):
+        length.settle(config, 24_000, validated=True)
+
+
 def test_what_is_given_stays_and_the_rest_follows_it() -> None:
     assert settled(24_000, "data.batch_size=100", "optimizer.warmup_steps=7") == (100, 2, 2, 0, 7)
     assert settled(24_000, "runtime.epochs=3") == (64, 3, 1, 0, 20)  # who says how long gets that, whole

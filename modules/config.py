@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
-from types import UnionType
+from types import GenericAlias, UnionType
 from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin, get_type_hints
 
 
@@ -118,11 +118,13 @@ def from_saved(kind: type[Any], saved: Mapping[str, Any], path: str) -> Any:
 
 def of_earlier(kind: type[Any], saved: Mapping[str, Any], path: str) -> dict[str, Any]:
     """`saved`, also by an earlier version: without the keys of `kind.retired`, and with those of `kind.moved`, by their
-    old names, in the sections where they are now. Of dataclasses inside, too.
+    old names, in the sections where they are now. Of dataclasses inside, too, and of what single layers have.
 
     ValueError, naming the key below `path`, for a retired one with a value that has no effect any more.
     """
     retired, moved, types = getattr(kind, "retired", {}), getattr(kind, "moved", {}), get_type_hints(kind)
+    if issubclass(kind, StackConfig):  # whose layers and event types have some of its keys for themselves
+        types |= {"layers": GenericAlias(list, (kind,)), "events": GenericAlias(dict, (str, kind))}
     kept = {}
     for key, value in saved.items():
         if key in retired and retired[key] not in (..., value):

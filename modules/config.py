@@ -10,7 +10,15 @@ import difflib
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import GenericAlias, UnionType
-from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Optional, Self, Union, cast, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    SettledShare = float
+    SettledFlag = bool
+else:
+    SettledShare = Optional[float]  # noqa: UP045
+    SettledFlag = Optional[bool]  # noqa: UP045
+"""What a run may choose at its start where it is null, as `Settled` of `train.config.schema`."""
 
 
 def option(
@@ -189,7 +197,7 @@ class TokenConfig:
     """What all parts of a model share."""
 
     dim: int = option(32, least=1)  # width of every token, and of embedding rows
-    dropout: float = option(0.0, below=1, example=0.1)
+    dropout: SettledShare = option(0.0, below=1, example=0.1)  # null: by the size of the data; none without a run
 
 
 @dataclasses.dataclass

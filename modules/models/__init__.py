@@ -7,7 +7,7 @@ YAML file in configs/model whose defaults list names its schema, `<name>_schema`
 from __future__ import annotations
 
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -62,6 +62,8 @@ def build(config: ModelConfig, spec: FeatureSpec) -> nn.Module:
         )
     if not spec.num_candidate_tokens:
         raise ValueError("candidates have no feature; name at least one, e.g. data.candidate_categorical=[item_id]")
+    if config.dropout is None:  # which no run has settled
+        config = replace(config, dropout=0.0)
     _check(config)
     if spec.num_vendor_tokens and not getattr(_class_of(config), "takes_vendors", False):
         able = ", ".join(name for name, model in MODELS.items() if getattr(model, "takes_vendors", False))

@@ -35,7 +35,7 @@ HEADS: dict[str, Any] = {"interaction_hidden": [16], "head_hidden": [16]}
 GEMS: dict[str, Any] = {**SMALL, **HEADS, "pffn_hidden": 8, "window": 2, "levels": [3]}
 MIXING: dict[str, Any] = {"dim": 8, "token_dim": 16, "head_dim": 4, "head_hidden": [16]}
 TRACED = {
-    "interformer": InterFormer.Config(**SMALL, **HEADS, feed_forward="moe"),
+    "interformer": InterFormer.Config(**SMALL, **HEADS, feed_forward="moe", plain_head=True),
     "wukong": Wukong.Config(**SMALL, hidden=[16], head_hidden=[16]),
     "token_mixing": TokenMixingConfig(**MIXING, mixing="revert", global_token=True, lower_weight=0.1, num_layers=2),
     "dcnv2": MODELS["dcnv2"].Config(dim=8),  # type: ignore[operator]

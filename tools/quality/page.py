@@ -19,7 +19,7 @@ STORED = ROOT / "docs" / "quality"
 PAGE = ROOT / "docs" / "quality.md"
 METRICS = ("auc", "gauc", "ne")
 KEPT_METRICS = ("ne", "auc", "gauc", "calibration")  # of `tools.quality.variants`
-BASE = "two epochs"  # the arm that others are held against there
+BASE = "defaults"  # the arm that others are held against there
 
 
 INTRODUCTION = """\
@@ -58,16 +58,6 @@ ids and histories (`data=movielens_ids`, three epochs; [raw numbers](quality/scr
   (0.3), a separate table for histories.
 - **Gains on one table**: dropout of layers, embeddings, user ids and histories on the bundled ids;
   `optimizer.ema_decay=0.99` on MovieLens-1M.
-"""
-
-
-VARIANTS = """\
-## Five logs, and what was tried against memorised ids
-
-`python -m tools.quality.variants`: the [generated logs](data.md#generated-logs), the bundled ratings as ids and
-histories (`ids`), and with features. Of two epochs each cell has the validation NE, AUC and GAUC; of other arms NE
-is in per cent of it, paired by seed. All are means over tasks. Batches are of 128 requests unless the arm is as it
-is. {about}
 """
 
 
@@ -199,44 +189,25 @@ def compared(runs: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def best(runs: list[dict[str, Any]]) -> list[str]:
-    """Markdown: of each log and model the arm that validated best, of those with the most seeds, and how it tested."""
+def tested(runs: list[dict[str, Any]]) -> list[str]:
+    """Markdown of their test AUC and GAUC, means over tasks, a column for each log."""
     groups = seeds(runs)
-    of_model: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = defaultdict(dict)
-    limits: dict[str, dict[str, dict[str, float]]] = {}
+    logs = list(dict.fromkeys(name.split("/")[0] for name in groups))
+    rows: dict[str, dict[str, str]] = defaultdict(dict)
     for name, of_seed in groups.items():
-        log, model, arm = name.split("/")
-        of_model[log, model][arm] = list(of_seed.values())
-        limits.update((log, run["reachable"]) for run in of_seed.values() if "reachable" in run)
-    lines = ["| log | model | arm | test AUC | test GAUC | share of the reachable AUC |", "|" + "---|" * 6]
-    for (log, model), arms in sorted(of_model.items()):
-        most = max(map(len, arms.values()))
-        arms = {arm: found for arm, found in arms.items() if len(found) == most}
-        arm = min(arms, key=lambda arm: np.mean([_mean(run["valid"], "ne") for run in arms[arm]]))
-        tests = [run["test"] for run in arms[arm]]
+        log, _, row = name.partition("/")
+        tests = [run["test"] for run in of_seed.values()]
         cells = [_cell(np.array([_mean(test, metric) for test in tests])) for metric in ("auc", "gauc")]
-        shares = [
-            np.mean([(test[f"{task}/auc"] - of["popularity"]) / (of["generator"] - of["popularity"]) for test in tests])
-            for task, of in limits.get(log, {}).items()
-        ]
-        share = f"{np.mean(shares):.2f}" if shares else ""
-        lines.append(f"| {log} | {model} | {arm} | {' | '.join(cells)} | {share} |")
+        rows[row][log] = ", ".join(cells)
+    lines = [f"| model, arm | {' | '.join(logs)} |", "|" + "---|" * (1 + len(logs))]
+    for row, cells in rows.items():
+        lines.append(f"| {row.replace('/', ', ')} | {' | '.join(cells.get(log, '') for log in logs)} |")
     return lines
 
 
 def _mean(values: dict[str, float], metric: str) -> float:
     """Over tasks."""
     return float(np.mean([value for name, value in values.items() if name.split("/")[1] == metric]))
-
-
-def variants() -> list[str]:
-    """What `tools.quality.variants` has stored, if anything."""
-    if not (STORED / "variants.json").exists():
-        return []
-    about, runs = stored("variants")
-    number = max(len(each) for each in seeds(runs).values())
-    text = VARIANTS.format(about=f"Up to {number} seeds, {about['device']}, commit {about['commit']}.")
-    return [wrapped(text), *best(runs), "", *compared(runs), ""]
 
 
 def page() -> str:
@@ -250,7 +221,6 @@ def page() -> str:
     lines = [
         INTRODUCTION,
         *sections(),
-        *variants(),
         wrapped(read),
         *one_history(),
         "",

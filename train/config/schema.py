@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Optional
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from modules.config import ModelConfig, option, refuse
+from modules.config import ModelConfig, SettledShare, option, refuse
 from modules.models import CONFIGS
 
 if TYPE_CHECKING:
@@ -398,12 +398,12 @@ class GroupConfig:
 class OptimizerConfig:
     dense: str = option("adamw", choices=["adamw"], dotted="torch.optim.NAdam")
     arguments: dict[str, Any] = field(default_factory=dict)  # of an optimiser by its dotted name: {momentum: 0.9}
-    lr: float = 1e-3  # of the dense part
+    lr: SettledShare = 1e-3  # of the dense part; null, the default: by the size of the data
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     weight_decay: float = 0.01
     # fused into the backward of the tables
     sparse: str = option("rowwise_adagrad", choices=["rowwise_adagrad", "adam", "sgd"])
-    sparse_lr: float = 0.02
+    sparse_lr: SettledShare = 0.02  # null, the default: by the size of the data
     sparse_weight_decay: float = 0.0  # of the rows that a batch looks up; with rowwise_adagrad
     groups: list[GroupConfig] = field(default_factory=list)  # the first one that matches a name counts
     warmup_steps: Settled = option(

@@ -1,7 +1,7 @@
-"""How long a run is where its configuration leaves it open (null): by the size of its data.
+"""How long a run is, and how it learns, where its configuration leaves it open (null): by the size of its data.
 
-A run on few rows needs small batches and several epochs to take enough steps, and stops when validations get no better;
-on a million requests one epoch is about enough (docs/recipe.md has the measurements).
+A run on few rows needs small batches and several epochs to take enough steps, stops when validations get no better, and
+memorises less with dropout; on a million requests one epoch is about enough (docs/recipe.md has the measurements).
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from train.process.distributed import World
 log = logging.getLogger(__name__)
 
 KEYS = (
-    "data.batch_size", "runtime.epochs", "runtime.evals_per_epoch", "runtime.early_stop", "optimizer.warmup_steps"
+    "data.batch_size", "runtime.epochs", "runtime.evals_per_epoch", "runtime.early_stop", "optimizer.warmup_steps",
+    "optimizer.lr", "optimizer.sparse_lr", "model.dropout", "model.plain_head",
 )  # fmt: skip
-FIXED = dict(zip(KEYS, (256, 1, 1, 0, 20), strict=True))
+FIXED = dict(zip(KEYS, (256, 1, 1, 0, 20, 1e-3, 0.02, 0.0, False), strict=True))
 """For data that comes with this repository, whose measurements are of these."""
 STEPS = 256  # of an epoch at least, if batches of SMALLEST allow it
 SMALLEST, LARGEST = 32, 256  # requests of a rank's batch
-REQUESTS = 1_000_000  # that a run sees in its epochs together, ...
-MOST_EPOCHS = 10  # ... if it takes no more of them
+ONCE = 1_000_000  # requests that need one epoch
+EPOCHS = 2, 10  # of fewer, at least and at most; more than 2 only for `STEPS` in all: later ones memorise ids
 PATIENCE = 2  # epochs without a better validation
 PER_EPOCH = 2  # validations of several epochs
 IN_ONE = 4  # validations of a single one
+PART = "model.plain_head"  # which weights have or lack
+FEW = 100_000  # requests; models that leave keys of their own open memorise fewer of them less with these settings
+OF_FEW = {"optimizer.lr": 2e-3, "optimizer.sparse_lr": 5e-3, "model.dropout": 0.2, "model.plain_head": True}
 WARMUP = 20  # dense steps, in a run of 10 times as many
 
 
@@ -36,26 +40,38 @@ def settle(config: Config, requests: int, validated: bool, ranks: int = 1) -> No
 
     `requests`: of the training split; `validated`: whether the validation split has any.
     """
-    opened = [key for key in KEYS if _get(config, key) is None]
+    opened = [key for key in KEYS if _get(config, key, False) is None]
     if not config.data.sizes_run:
         for key in opened:
             _set(config, key, FIXED[key])
         return
     # Whoever says how long a run is, or when it validates, gets that and nothing else.
     validating = "runtime.epochs" in opened and validated and not (config.runtime.steps or config.runtime.eval_every)
+    few = requests < FEW and not {"model.dropout", "model.plain_head"}.isdisjoint(opened)
     for key in opened:  # later ones depend on those before
-        _set(config, key, _choose(config, key, max(requests, 1), validating, ranks))
+        if key in OF_FEW:
+            _set(config, key, (OF_FEW if few else FIXED)[key])
+        else:
+            _set(config, key, _choose(config, key, max(requests, 1), validating, ranks))
     if opened:
         settings = " ".join(f"{key}={_get(config, key)}" for key in opened)
         log.info("by the size of the data, %s training requests: %s", f"{requests:,}", settings)
 
 
 def restore(config: Config, world: World, run_dir: Path) -> None:
-    """Replace each of `KEYS` that is None by what an earlier start of the run had: it may resume on other ranks."""
+    """Replace each of `KEYS` that is None by what an earlier start of the run had: it may resume on other ranks.
+
+    A run that begins with weights (`checkpoint.load`) has the parts that these have.
+    """
     earlier = world.by_first(lambda: _earlier(run_dir))
     for key in KEYS:
         if _get(config, key) is None and earlier.get(key) is not None:
             _set(config, key, earlier[key])
+    if _get(config, PART, False) is None:
+        loaded = Path(config.checkpoint.load or "")
+        theirs = earlier or (world.by_first(lambda: _earlier(loaded)) if config.checkpoint.load else {})
+        if theirs:
+            _set(config, PART, theirs[PART] or False)
 
 
 def check(config: Config, steps: int, validated: bool, log_it: bool) -> None:
@@ -91,7 +107,9 @@ def _choose(config: Config, key: str, requests: int, validating: bool, ranks: in
         balance = config.parallel.balance or 1
         return max(1, size // balance) * balance
     if key == "runtime.epochs":
-        return 1 if runtime.steps else min(MOST_EPOCHS, -(-REQUESTS // requests))
+        if runtime.steps or requests >= ONCE:
+            return 1
+        return min(max(EPOCHS[0], round(STEPS / -(-requests // (config.data.batch_size * ranks)))), EPOCHS[1])
     if key == "runtime.evals_per_epoch":
         return 1 if not validating else IN_ONE if runtime.epochs == 1 else PER_EPOCH
     if key == "runtime.early_stop":
@@ -101,18 +119,20 @@ def _choose(config: Config, key: str, requests: int, validating: bool, ranks: in
 
 
 def _earlier(run_dir: Path) -> dict[str, Any]:
-    file = run_dir / "config.json"
-    if not file.exists():
+    """Of a run or a checkpoint; empty where there is none."""
+    file = next((file for name in ("config.json", "meta.json") if (file := run_dir / name).exists()), None)
+    if file is None:
         return {}
     saved = json.loads(file.read_text())["config"]
     return {key: saved.get(key.split(".")[0], {}).get(key.split(".")[1]) for key in KEYS}
 
 
-def _get(config: Config, key: str) -> Any:
+def _get(config: Config, key: str, default: Any = None) -> Any:
+    """`default`: of a key that the chosen model does not have."""
     group, name = key.split(".")
-    return getattr(getattr(config, group), name)
+    return getattr(getattr(config, group), name, default)
 
 
-def _set(config: Config, key: str, value: int) -> None:
+def _set(config: Config, key: str, value: float) -> None:
     group, name = key.split(".")
     setattr(getattr(config, group), name, value)

@@ -128,7 +128,7 @@ def float_keys(section: object, prefix: str = "") -> list[str]:
         value, key = getattr(section, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
             keys += float_keys(value, f"{key}.")
-        elif field.type in ("float", "float | None", "list[float]"):
+        elif field.type in ("float", "float | None", "SettledShare", "list[float]"):
             keys.append(key)
         elif field.type == "dict[str, float]":
             keys.append(f"{key}.name")

@@ -44,9 +44,9 @@ def settled(requests: int, *overrides: str, validated: bool = True, ranks: int =
 @pytest.mark.parametrize(
     ("requests", "expected"),
     [
-        (7_000, (32, 10, 2, 4, 20)),  # 28 steps of one epoch in batches of 256
-        (24_000, (64, 10, 2, 4, 20)),
-        (300_000, (256, 4, 2, 4, 20)),
+        (7_000, (32, 2, 2, 0, 20)),  # 28 steps of one epoch in batches of 256
+        (24_000, (64, 2, 2, 0, 20)),
+        (300_000, (256, 2, 2, 0, 20)),
         (600_000, (256, 2, 2, 0, 20)),
         (50_000_000, (256, 1, 4, 0, 20)),
         (1, (32, 10, 2, 4, 1)),
@@ -57,13 +57,29 @@ def test_less_data_takes_smaller_batches_and_more_epochs(requests: int, expected
     assert settled(requests) == expected
 
 
+def test_few_requests_are_learned_with_less_memory_by_models_that_leave_it_open() -> None:
+    def rates(requests: int, model: str, dropout: float | None) -> dict[str, Any]:
+        config = config_of("data=movielens_ids", f"model={model}")
+        config.model.dropout = dropout or config.model.dropout
+        length.settle(config, requests, validated=True)
+        return {key: found for key in length.OF_FEW if (found := length._get(config, key)) is not None}
+
+    fixed = {key: length.FIXED[key] for key in length.OF_FEW}
+    assert rates(24_000, "interformer", None) == length.OF_FEW
+    assert rates(24_000, "interformer", 0.1) == length.OF_FEW | {"model.dropout": 0.1}
+    assert rates(300_000, "interformer", None) == fixed
+    del fixed["model.plain_head"]
+    assert rates(24_000, "din", 0.1) == fixed | {"model.dropout": 0.1}
+    assert rates(24_000, "kunlun", None) == fixed
+
+
 def test_what_is_given_stays_and_the_rest_follows_it() -> None:
-    assert settled(24_000, "data.batch_size=100", "optimizer.warmup_steps=7") == (100, 10, 2, 4, 7)
+    assert settled(24_000, "data.batch_size=100", "optimizer.warmup_steps=7") == (100, 2, 2, 0, 7)
     assert settled(24_000, "runtime.epochs=3") == (64, 3, 1, 0, 20)  # who says how long gets that, whole
     assert settled(24_000, "runtime.steps=50") == (64, 1, 1, 0, 5)
-    assert settled(24_000, "runtime.eval_every=9") == (64, 10, 1, 0, 20)
+    assert settled(24_000, "runtime.eval_every=9") == (64, 2, 1, 0, 20)
     assert settled(24_000, "runtime.early_stop=1", "runtime.evals_per_epoch=5")[2:4] == (5, 1)
-    assert settled(24_000, validated=False)[1:4] == (10, 1, 0)
+    assert settled(24_000, validated=False)[1:4] == (2, 1, 0)
     assert settled(24_000, ranks=4)[0] == 32
     assert settled(60_000, "parallel.balance=12")[0] == 120
     assert settled(24_000, "optimizer.accumulate=200")[4] == 1
@@ -72,12 +88,19 @@ def test_what_is_given_stays_and_the_rest_follows_it() -> None:
 @pytest.mark.parametrize("experiment", ["quickstart", "synthetic_moe", "ml1m_quality", "ml1m_sasrec"])
 def test_experiments_are_as_they_were(experiment: str) -> None:
     config = config_of(f"+experiment={experiment}")
-    length.settle(config, 1000, True, 1)
-    found = {key: length._get(config, key) for key in length.KEYS}
+    length.settle(config, 1_000_000, True, 1)
+    found = {key: length._get(config, key, False) for key in length.KEYS}
     of_experiment = {
-        "synthetic_moe": {"data.batch_size": 512, "optimizer.warmup_steps": 200},
+        "synthetic_moe": {"data.batch_size": 512, "optimizer.warmup_steps": 200, "optimizer.lr": 5e-4},
         "ml1m_quality": {"data.batch_size": 2048, "runtime.epochs": 2, "runtime.evals_per_epoch": 4},
-        "ml1m_sasrec": {"data.batch_size": 128, "runtime.epochs": 65, "optimizer.warmup_steps": 100},
+        "ml1m_sasrec": {
+            "data.batch_size": 128,
+            "runtime.epochs": 65,
+            "optimizer.warmup_steps": 100,
+            "optimizer.lr": 2e-3,
+            "optimizer.sparse_lr": 2e-3,
+            "model.dropout": 0.3,
+        },
     }
     assert found == length.FIXED | of_experiment.get(experiment, {})
 
@@ -108,11 +131,23 @@ def test_a_plain_description_of_few_rows_trains_enough(tmp_path: Path) -> None:
     once = auc("once", *before)
     assert auc("open") > max(0.95, once + 0.1)
     saved = json.loads((tmp_path / "open" / "config.json").read_text())["config"]
-    assert (saved["data"]["batch_size"], saved["runtime"]["epochs"], saved["runtime"]["early_stop"]) == (32, 10, 4)
+    assert (saved["data"]["batch_size"], saved["runtime"]["epochs"], saved["runtime"]["early_stop"]) == (32, 7, 4)
     log = (tmp_path / "open" / "train.log").read_text()
-    assert "1,200 training requests: data.batch_size=32 runtime.epochs=10" in log
+    assert "1,200 training requests: data.batch_size=32 runtime.epochs=7" in log
     # Another start of the run has what it began with, whatever the data says by then.
     config = copy.deepcopy(plain())
     world: Any = type("World", (), {"by_first": lambda self, make: make()})()
     length.restore(config, world, tmp_path / "once")
     assert (config.data.batch_size, config.runtime.epochs) == (256, 1)
+
+
+@pytest.mark.parametrize(("saved", "expected"), [({"plain_head": True}, True), ({}, False), (None, None)])
+def test_a_run_has_the_parts_of_the_weights_with_which_it_begins(tmp_path: Path, saved: Any, expected: Any) -> None:
+    world: Any = type("World", (), {"by_first": lambda self, make: make()})()
+    if saved is not None:
+        (tmp_path / "meta.json").write_text(json.dumps({"config": {"model": saved}}))
+    for place in ("load", "run_dir"):
+        config = copy.deepcopy(plain())
+        config.checkpoint.load = str(tmp_path) if place == "load" else None
+        length.restore(config, world, tmp_path if place == "run_dir" else tmp_path / "none")
+        assert config.model.plain_head is expected  # None: by the size of the data

@@ -92,8 +92,9 @@ def changed(config: Any, changes: Mapping[str, Any], path: str) -> Any:
         elif _is_of(types[name], value):
             values[name] = value
         else:
-            kind = getattr(types[name], "__name__", types[name])
-            works = {} if dataclasses.is_dataclass(own) else own
+            kind = get_args(types[name])[0] if get_origin(types[name]) in (Union, UnionType) else types[name]
+            kind = getattr(kind, "__name__", kind)
+            works = {} if dataclasses.is_dataclass(own) else "null" if own is None else own
             raise ValueError(f"{path}.{name}={value} must be of type {kind}, e.g. {path}.{name}={works}")
     return dataclasses.replace(config, **values)
 

@@ -377,6 +377,10 @@ def layer_config(config: Any, changes: Mapping[str, Any], path: str, keys: Colle
             raise ValueError(f"{path}.{name} is no key of a layer; did you mean {close[0]}?")
         instead = f"set model.{name} for all, or " if known else ""
         raise ValueError(f"{path}.{name} is no key of a layer; {instead}choose from {', '.join(sorted(keys))}")
+    refuse(
+        changes.get("dropout", 0) is None,
+        f"{path}.dropout=null must be a number, e.g. {path}.dropout=0.1; a layer without the key has the model's",
+    )
     layer = changed(config, changes, path)
     check_options(layer, path)
     return layer

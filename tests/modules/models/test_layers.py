@@ -109,6 +109,7 @@ def test_a_saved_list_is_read_back(name: str) -> None:
         ({"layers": [{}, {"zzz": 1}]}, r"model\.layers\.1\.zzz is no key of a layer; choose from .*dropout"),
         ({"layers": [{"dropout": 1.0}, {}]}, r"model\.layers\.0\.dropout=1\.0 must be below 1, e\.g\. .*dropout=0\.1"),
         ({"layers": [{"dropout": "much"}, {}]}, r"model\.layers\.0\.dropout=much must be of type float, e\.g\. model"),
+        ({"layers": [{"dropout": None}, {}]}, r"model\.layers\.0\.dropout=null must be a number"),
         ({"layers": [{"dropout": True}, {}]}, r"model\.layers\.0\.dropout=True must be of type float"),
         ({"layers": [{}, None]}, r"model\.layers\.1=None must be a mapping of keys to values; \{\} where nothing diff"),
         ({"num_layers": 0}, r"model\.num_layers=0 must be at least 1, e\.g\. model\.num_layers=2"),

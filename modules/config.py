@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
-from types import UnionType
+from types import GenericAlias, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Optional, Self, Union, cast, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
@@ -92,8 +92,9 @@ def changed(config: Any, changes: Mapping[str, Any], path: str) -> Any:
         elif _is_of(types[name], value):
             values[name] = value
         else:
-            kind = getattr(types[name], "__name__", types[name])
-            works = {} if dataclasses.is_dataclass(own) else own
+            kind = get_args(types[name])[0] if get_origin(types[name]) in (Union, UnionType) else types[name]
+            kind = getattr(kind, "__name__", kind)
+            works = {} if dataclasses.is_dataclass(own) else "null" if own is None else own
             raise ValueError(f"{path}.{name}={value} must be of type {kind}, e.g. {path}.{name}={works}")
     return dataclasses.replace(config, **values)
 
@@ -126,11 +127,13 @@ def from_saved(kind: type[Any], saved: Mapping[str, Any], path: str) -> Any:
 
 def of_earlier(kind: type[Any], saved: Mapping[str, Any], path: str) -> dict[str, Any]:
     """`saved`, also by an earlier version: without the keys of `kind.retired`, and with those of `kind.moved`, by their
-    old names, in the sections where they are now. Of dataclasses inside, too.
+    old names, in the sections where they are now. Of dataclasses inside, too, and of what single layers have.
 
     ValueError, naming the key below `path`, for a retired one with a value that has no effect any more.
     """
     retired, moved, types = getattr(kind, "retired", {}), getattr(kind, "moved", {}), get_type_hints(kind)
+    if issubclass(kind, StackConfig):  # whose layers and event types have some of its keys for themselves
+        types |= {"layers": GenericAlias(list, (kind,)), "events": GenericAlias(dict, (str, kind))}
     kept = {}
     for key, value in saved.items():
         if key in retired and retired[key] not in (..., value):
@@ -374,6 +377,10 @@ def layer_config(config: Any, changes: Mapping[str, Any], path: str, keys: Colle
             raise ValueError(f"{path}.{name} is no key of a layer; did you mean {close[0]}?")
         instead = f"set model.{name} for all, or " if known else ""
         raise ValueError(f"{path}.{name} is no key of a layer; {instead}choose from {', '.join(sorted(keys))}")
+    refuse(
+        changes.get("dropout", 0) is None,
+        f"{path}.dropout=null must be a number, e.g. {path}.dropout=0.1; a layer without the key has the model's",
+    )
     layer = changed(config, changes, path)
     check_options(layer, path)
     return layer

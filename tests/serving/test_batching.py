@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from tests.serving.conftest import Rows
 from tests.serving.test_asgi import CONFIG, Export, call, complete
 from train.serving.asgi import App
+from train.serving.batching import Batches
 from train.serving.service import Service
 
 LONG = 600_000
@@ -98,6 +101,29 @@ def test_a_wrong_call_is_not_the_others_error(ranking: Rows, service: Counted) -
         assert "request 0" in said["error"]
     assert service.sizes == [6, 3]  # all, and those that are right: the caller's that left, too
     assert app.metrics.in_flight == 0
+
+
+def test_a_batch_that_waits_when_the_threads_stop_is_answered() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def score(requests: list[Any]) -> list[dict[str, Any]]:
+        begun.set()
+        go_on.wait(60)
+        return requests
+
+    async def two_batches() -> list[Any]:
+        threads = ThreadPoolExecutor(1)
+        batches = Batches(score, score, threads, LONG, 1)
+        calls = [asyncio.create_task(batches([{"number": number}])) for number in range(2)]
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        threads.shutdown(wait=False, cancel_futures=True)
+        go_on.set()
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
+
+    first, second = asyncio.run(two_batches())
+    assert first == [{"number": 0}]
+    assert "stopped before" in str(second)
 
 
 def test_batches_and_user_sides_exclude_each_other(service: Counted) -> None:

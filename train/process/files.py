@@ -78,13 +78,13 @@ def faults(path: Path, sums: Sums) -> list[str]:
         return [fault for fault in checked if fault is not None]
 
 
-def fault_of(file: Path, expected: dict[str, int], contents: bool = True) -> str | None:
+def fault_of(file: Path, expected: dict[str, int]) -> str | None:
     """In a few words why a file is not what was written, None if it is."""
     try:
         size = file.stat().st_size
         if size != expected["bytes"]:
             return f"{file.name} has {size:,} bytes, {expected['bytes']:,} were written"
-        if contents and summed(file)["crc32"] != expected["crc32"]:
+        if summed(file)["crc32"] != expected["crc32"]:
             return f"the checksum of {file.name} is not the one that was written"
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror}"

@@ -60,6 +60,8 @@ class Batches:
             answers = await loop.run_in_executor(self._threads, self._of_all, [requests for requests, _ in calls])
         except Exception as error:  # the threads were shut down
             answers = [error] * len(calls)
+        except asyncio.CancelledError:  # and so before they came to this batch
+            answers = [RuntimeError("the server stopped before this call was scored")] * len(calls)
         for (_, future), answer in zip(calls, answers, strict=True):
             if future.done():  # its client left
                 continue

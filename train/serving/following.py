@@ -39,10 +39,13 @@ class Rows:
     rows: Tensor
     values: Tensor
 
+    def write(self) -> None:
+        self.target[self.rows] = self.values
+
     def swap(self) -> Rows:
         """Write them; what puts the present values back."""
         before = Rows(self.target, self.rows, self.target[self.rows])
-        self.target[self.rows] = self.values
+        self.write()
         return before
 
 
@@ -138,7 +141,7 @@ class Follower:
             raise ValueError(f"version {version} is not the one before {self.version}: in memory is {known}")
         with self._alone():
             for rows in reversed(self._before[1]):
-                rows.swap()
+                rows.write()
             self._forget()
         self._about, self._before = before, None
         log.info("back at version %d", version)
@@ -190,7 +193,7 @@ class Follower:
                 before.extend(change.swap() for change in changes)
             except BaseException:  # for memory: rows of two versions must not be served
                 for rows in reversed(before):
-                    rows.swap()
+                    rows.write()
                 raise
             finally:
                 self._forget()

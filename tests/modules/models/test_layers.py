@@ -62,6 +62,25 @@ def test_a_list_says_how_many_layers_there_are_and_without_one_the_model_does(na
     assert kind(layers=[{}] * 5).describe_layers() == []
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("gem", "num_fmb"), ("kunlun", "expert_fmb"), ("wukong", "num_fmb"), ("interformer", "wukong_fmb")],
+)
+def test_layers_that_earlier_versions_saved_have_their_keys_where_they_are_now(name: str, key: str) -> None:
+    saved = {"name": name, "layers": [{key: 3}, {}]}
+    read = from_saved(STACKS[name], saved, "model")
+    assert [layer.wukong.num_fmb for layer in read.of_layers()] == [3, STACKS[name]().wukong.num_fmb]
+    assert saved["layers"] == [{key: 3}, {}]
+
+
+def test_event_types_have_no_keys_of_before_with_an_effect() -> None:
+    saved = {"events": {"click": {"layers": [{"shared_kv": True}, {}]}}}
+    assert from_saved(STACKS["kunlun"], saved, "model").events == {"click": {"layers": [{}, {}]}}
+    saved["events"]["click"]["layers"][0]["shared_kv"] = False
+    with pytest.raises(ValueError, match=r"model\.events\.click\.layers\.shared_kv=False was saved by an earlier"):
+        from_saved(STACKS["kunlun"], saved, "model")
+
+
 @pytest.mark.parametrize("name", STACKS)
 def test_a_saved_list_is_read_back(name: str) -> None:
     config = STACKS[name](layers=[{"dropout": 0.1}, {}, {"dropout": 0}])
@@ -90,6 +109,7 @@ def test_a_saved_list_is_read_back(name: str) -> None:
         ({"layers": [{}, {"zzz": 1}]}, r"model\.layers\.1\.zzz is no key of a layer; choose from .*dropout"),
         ({"layers": [{"dropout": 1.0}, {}]}, r"model\.layers\.0\.dropout=1\.0 must be below 1, e\.g\. .*dropout=0\.1"),
         ({"layers": [{"dropout": "much"}, {}]}, r"model\.layers\.0\.dropout=much must be of type float, e\.g\. model"),
+        ({"layers": [{"dropout": None}, {}]}, r"model\.layers\.0\.dropout=null must be a number"),
         ({"layers": [{"dropout": True}, {}]}, r"model\.layers\.0\.dropout=True must be of type float"),
         ({"layers": [{}, None]}, r"model\.layers\.1=None must be a mapping of keys to values; \{\} where nothing diff"),
         ({"num_layers": 0}, r"model\.num_layers=0 must be at least 1, e\.g\. model\.num_layers=2"),

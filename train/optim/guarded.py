@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -130,6 +131,8 @@ def check(config: OptimizerConfig) -> None:
     """ValueError, before anything is built, for an optimiser by its dotted name that `named` refuses."""
     if "." in config.dense:
         params = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
+        if config.lr is None:  # the run has yet to choose it
+            config = replace(config, lr=1e-3)
         named(config, [{"params": params, "lr": config.lr, "peak": config.lr, "weight_decay": config.weight_decay}])
     elif config.arguments:
         raise ValueError(

@@ -22,7 +22,7 @@ from tests.modules.test_drop_in import DIM, MODULES, gradients, tokens
 LAYERS = MODULES | {
     "mlp": (lambda: MLP(DIM, [16, 8], 4), lambda: (tokens(5),)),
     "mlp times a factor": (lambda: MLP(DIM, [16], DIM), lambda: (tokens(5), tokens(5))),
-    "gating": (lambda: Gating(DIM, "sigmoid"), lambda: (tokens(5, 2),)),
+    "gating": (lambda: Gating(DIM), lambda: (tokens(5, 2),)),
 }
 
 

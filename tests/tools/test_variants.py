@@ -13,10 +13,9 @@ def test_a_job_for_each_log_model_arm_and_seed() -> None:
     assert len(set(names)) == len(names)
     assert len(of_shop) == 2 * sum(map(len, variants.ARMS.values()))
     assert [name[-1] for name in of_shop] == sorted(name[-1] for name in of_shop)
-    (job,) = variants.jobs(["ids"], ["din"], ["id dropout"], [3], [])
+    (job,) = variants.jobs(["ids"], ["interformer"], ["no plain head"], [3], [])
     config = configuration(job["overrides"])
-    assert config.data.id_dropout == {"userId": 0.1, "movieId": 0.1}
-    assert (config.model.name, config.runtime.seed) == ("din", 3)
+    assert (config.model.name, config.model.plain_head, config.runtime.seed) == ("interformer", False, 3)
 
 
 def test_changes_are_paired_by_seed() -> None:

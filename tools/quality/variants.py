@@ -1,4 +1,4 @@
-"""Models by their defaults and by other settings, as arms of one screen over several logs, with LightGBM beside.
+"""Models by their defaults on several logs, InterFormer without its parts, and LightGBM beside: docs/recipe.md's table.
 
     python -m tools.quality.variants --out runs/variants --parallel 24 --seconds 290 [--logs shop news] [--store]
 
@@ -23,33 +23,20 @@ from train.commands import baseline
 from train.config.schema import Config, EventsConfig
 
 GENERATED = ("shop", "video", "news")
-LOGS = {kind: (f"data={kind}_log",) for kind in GENERATED} | {
-    "ids": ("data=movielens_ids",),
-    "features": ("data=movielens",),
-}
-TABLES = {"ids": ("userId", "movieId"), "features": ("user", "movie")}  # of users and items; of others user and item
+LOGS = {kind: (f"data={kind}_log",) for kind in GENERATED} | {"ids": ("data=movielens_ids",)}
 KEPT = ("step", "best_step", "seconds", "valid", "test")
 
-
 NO_STATISTICS = "no statistics"
-COMMON = {
-    BASE: (),
-    "rates of many rows": ("optimizer.lr=0.001", "optimizer.sparse_lr=0.02", "model.dropout=0"),
-    "sparse_lr 0.001": ("optimizer.sparse_lr=0.001",),
-    "longer": ("runtime.epochs=10", "runtime.evals_per_epoch=2", "runtime.early_stop=4"),
-    "ema 0.99": ("optimizer.ema_decay=0.99",),
-    "history dropout": ("data.history_dropout=0.2",),
-    "id dropout": ("+data.id_dropout={USER: 0.1, ITEM: 0.1}",),
-    NO_STATISTICS: ("data.statistics=none",),
-}
-ARMS = {
-    "interformer": COMMON | {"no plain head": ("model.plain_head=false",)},
-    "din": COMMON,
-    "dcnv2": COMMON,
+ARMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "interformer": {
+        BASE: (),
+        "no plain head": ("model.plain_head=false",),
+        NO_STATISTICS: ("data.statistics=none",),
+    },
+    "din": {BASE: ()},
+    "dcnv2": {BASE: ()},
     "lightgbm": {BASE: ("model=din", "tracking.tags=[lightgbm]")},
 }
-
-
 Job = dict[str, Any]
 
 
@@ -85,17 +72,15 @@ def jobs(logs: list[str], models: list[str], arms: list[str], seeds: list[int], 
     return [
         {
             "name": f"{log}/{model}/{arm}/{seed}",
-            "overrides": [*LOGS[log], *_overrides(log, model, arm), f"runtime.seed={seed}", *extra],
+            "overrides": [*LOGS[log], *_overrides(model, arm), f"runtime.seed={seed}", *extra],
             "by": "variants",
         }
         for log, model, arm, seed in found
     ]
 
 
-def _overrides(log: str, model: str, arm: str) -> list[str]:
-    user, item = TABLES.get(log, ("user", "item"))
-    own = [] if model == "lightgbm" else [f"model={model}"]
-    return [*own, *(each.replace("USER", user).replace("ITEM", item) for each in ARMS[model][arm])]
+def _overrides(model: str, arm: str) -> list[str]:
+    return [*([] if model == "lightgbm" else [f"model={model}"]), *ARMS[model][arm]]
 
 
 def dumped(found: run.Results) -> str:

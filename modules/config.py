@@ -89,7 +89,7 @@ def changed(config: Any, changes: Mapping[str, Any], path: str) -> Any:
         own = getattr(config, name)
         if dataclasses.is_dataclass(own) and isinstance(value, Mapping):
             values[name] = changed(own, value, f"{path}.{name}")
-        elif _is_of(types[name], value):
+        elif is_of(types[name], value):
             values[name] = value
         else:
             kind = get_args(types[name])[0] if get_origin(types[name]) in (Union, UnionType) else types[name]
@@ -99,14 +99,16 @@ def changed(config: Any, changes: Mapping[str, Any], path: str) -> Any:
     return dataclasses.replace(config, **values)
 
 
-def _is_of(kind: Any, value: Any) -> bool:
+def is_of(kind: Any, value: Any) -> bool:
     """Whether a field of that type may have the value. Whole numbers are numbers; true and false are none."""
     if kind is Any:
         return True
     if get_origin(kind) in (Union, UnionType):
-        return any(_is_of(each, value) for each in get_args(kind))
+        return any(is_of(each, value) for each in get_args(kind))
     if get_origin(kind) is list:
-        return isinstance(value, list) and all(_is_of(get_args(kind)[0], each) for each in value)
+        return isinstance(value, list) and all(is_of(get_args(kind)[0], each) for each in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(is_of(get_args(kind)[1], each) for each in value.values())
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else get_origin(kind) or kind)

@@ -121,9 +121,45 @@ def test_a_history_longer_than_was_exported_is_refused(ranking: Rows, exported: 
             scorer(ranking.batch(numbers))
 
 
-def test_an_export_of_another_version_is_told_in_words(tmp_path: Path) -> None:
+WRONG = [None, True, 1.5, "../x", [1], {"x": 1}, {"../x": {"bytes": 1, "crc32": 1}}]
+
+
+def test_a_field_that_no_export_has_so_is_named(ranking: Rows, exported: Export, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no exported model"):
         Scorer(tmp_path)
-    (tmp_path / "export.json").write_text('{"operators": [], "compiled": false}')
-    with pytest.raises(ValueError, match=r"has no 'program': it is of another version; export the model anew"):
-        Scorer(tmp_path)
+    copy = shutil.copytree(exported(DIN_SMALL, ranking)[0], tmp_path / "copy")
+    path = copy / "export.json"
+    about = json.loads(path.read_text())
+    about["tasks"] = {"click": {"loss": "focal", "gamma": 2.0}}
+    expected = Scorer(copy)(ranking.batch([90]))
+
+    def refusal(changed: object) -> str:
+        path.write_text(json.dumps(changed))
+        try:
+            scores = Scorer(copy)(ranking.batch([90]))
+        except ValueError as error:
+            return str(error)
+        torch.testing.assert_close(scores, expected)
+        return ""
+
+    name, sums = next(iter(about["files"].items()))
+    cases: list[tuple[str, object]] = [("mapping", each) for each in ([], [about], "", 1, None)]
+    for field in about:
+        cases.append((field, {key: value for key, value in about.items() if key != field}))
+        cases += [(field, about | {field: value}) for value in WRONG]
+    for value in (*WRONG, {"bytes": sums["bytes"]}, sums | {"crc32": "1"}, sums | {"of": 1}):
+        cases.append((name, about | {"files": about["files"] | {name: value}}))
+    for task in ({}, {"loss": None}, {"loss": ["binary"]}, {"loss": "classes", "classes": 3}, {"loss": "os.system"}):
+        cases.append(("tasks", about | {"tasks": {"click": task}}))
+    cases.append(("model.pt2", about | {"program": "model.pt2"}))
+    refused = set()
+    for field, changed in cases:
+        if text := refusal(changed):
+            assert "export.json" in text, (field, changed)
+            assert field in text, text
+            assert len(text) < 500
+            refused.add(field)
+    assert refused == {*about, "mapping", name, "model.pt2"}
+    copy = shutil.copytree(exported(DCN, ranking)[0], tmp_path / "traced")
+    path = copy / "export.json"
+    assert "compiled=True" in refusal(json.loads(path.read_text()) | {"compiled": True})

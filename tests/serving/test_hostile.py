@@ -174,6 +174,19 @@ def test_wrong_values_and_names_are_refused_by_their_key(
     assert len(said) < 400
 
 
+def test_nothing_behind_the_end_of_a_body_is_left_out(app: App, ranking: Rows) -> None:
+    request = ranking.request(3)
+    for kind, body in (
+        (ARROW, fuzzing.arrow([request])),
+        ("application/json", json.dumps(request).encode()),
+        ("application/x-ndjson", json.dumps(request).encode()),
+    ):
+        assert complete(call(app, "/score", body + b"\n\n" * ("json" in kind), kind))[0] == 200
+        for behind in (body, b"garbage"):
+            status, _, said = complete(call(app, "/score", body + behind, kind))
+            assert status == 400, (kind, behind, said)
+
+
 def test_answers_have_numbers_that_json_has(ranking: Rows, exported: Export) -> None:
     """Of features that float32 holds and the model's products do not."""
     service = Service.from_pretrained(exported(DCNv2.Config(dim=8), ranking)[0])

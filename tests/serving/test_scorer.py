@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,3 +169,41 @@ def test_a_field_that_no_export_has_so_is_named(ranking: Rows, exported: Export,
     copy = shutil.copytree(exported(DCN, ranking)[0], tmp_path / "traced")
     path = copy / "export.json"
     assert "compiled=True" in refusal(json.loads(path.read_text()) | {"compiled": True})
+
+
+def keys_of(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from keys_of(each, (*path, key))
+
+
+@pytest.mark.parametrize("name", ["config.json", "reader.json", "vocabulary/mapping.json"])
+def test_a_description_that_was_changed_by_hand_is_served_or_refused(
+    name: str, ranking: Rows, exported: Export, tmp_path: Path
+) -> None:
+    """Of an export without checksums, as earlier versions wrote it."""
+    copy = shutil.copytree(exported(DIN_SMALL, ranking)[0], tmp_path / "copy")
+    for file in (copy / "export.json", copy / "vocabulary/mapping.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"files": {}}))
+    path = copy / name
+    text, requests, refused, scorer = path.read_text(), [ranking.request(90)], list[str](), Scorer(copy)
+    values = (None, -1, "x", [], {"x": [1]}, ...)
+    for number, (*above, key) in enumerate(keys_of(json.loads(text))):
+        for value in values[number % 3 :: 3]:
+            about = json.loads(text)
+            section = reduce(lambda part, each: part[each], above, about)
+            if value is ...:
+                del section[key]
+            else:
+                section[key] = value
+            path.write_text(json.dumps(about))
+            try:
+                own = Scorer(copy) if name == "config.json" else scorer
+                service = Service(own, RequestReader.from_pretrained(copy))
+            except ValueError as error:
+                refused.append(str(error))
+                continue
+            with contextlib.suppress(ValueError):  # for requests that do not fit
+                service(requests)
+    assert len(refused) > 20
+    assert not [text for text in refused if str(copy) not in text and "data." not in text]

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
-import numpy as np
-
 from modules.batch import FeatureSpec
 from modules.config import check_options
 from train.config.schema import EventsConfig, TableVectorsConfig, VectorConfig
@@ -21,7 +19,7 @@ from train.data.events.names import features, lists, numbers, numeric, table_of,
 from train.data.features import mapping, times
 from train.data.features.columns import NUMBER
 from train.data.features.ids import texts_of
-from train.data.features.numeric import INDICATOR, matching, too_large
+from train.data.features.numeric import INDICATOR, LARGEST, matching
 from train.data.features.transforms import Transforms
 from train.data.statistics import describe as statistics
 from train.data.storage.remote import DataFile, random_access, size
@@ -136,11 +134,11 @@ def check(config: EventsConfig) -> None:
             raise ValueError(f"{key} has the name of a column of numbers; give its table another one by data.tables")
         if given.dtype != "fp32" and not given.frozen:
             raise ValueError(f"{key}.dtype={given.dtype} goes with frozen: true; rows that learn need fp32")
-    given = {f"data.missing_fill.{name}": (name, fill) for name, fill in config.missing_fill.items()}
-    given |= {f"data.display.{name}": (name, value) for name, value in config.display.items() if name in scaled}
-    for key, (name, number) in given.items():
-        if not math.isfinite(number) or (name not in config.log_numeric and too_large(np.float64(number))):
-            raise ValueError(f"{key}={number} must be a finite number that float32 can hold, e.g. 0")
+    shown_numbers = {name: value for name, value in config.display.items() if name in scaled}
+    for key, numbers_of in (("missing_fill", config.missing_fill), ("display", shown_numbers)):
+        for name, number in numbers_of.items():
+            if not math.isfinite(number) or (name not in config.log_numeric and abs(number) > LARGEST):
+                raise ValueError(f"data.{key}.{name}={number} must be a finite number that float32 can hold, e.g. 0")
     if taken := sorted({name + INDICATOR for name in scaled} & scaled):
         raise ValueError(f"column {taken[0]!r} has the name of an indicator of data.missing_indicator; rename it")
 

@@ -16,7 +16,7 @@ class JaggedSelfAttention(nn.Module):
 
     Every token of a row sees every other (InterFormer's sequences end before the candidate, so nothing there needs a
     causal mask); `window` limits a token to neighbours |i - j| <= window, `causal` to itself and those before it.
-    `sinks` learns a logit for each head that takes part in every softmax and has no value, so that a head may look away.
+    `sinks` learns a logit for each head that joins every softmax and has no value, so that a head may look away.
     `max_length` is a constant that no row exceeds, not a maximum of the batch. There is no dropout on attention
     weights: fused kernels do not hold them in memory.
     """

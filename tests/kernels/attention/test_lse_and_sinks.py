@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from kernels.attention import jagged_attention
+from kernels.attention.operator import attention_operator
 from kernels.core import dispatch
+from kernels.core.mask import NO_MASK
+from kernels.core.rows import Rows
 from kernels.testing import check_gradients, poisoned_empty
 from tests.kernels.attention.attention_cases import (
     EXACT,
@@ -83,6 +86,31 @@ def test_parts_of_the_keys_are_merged_by_their_log_sum_exp() -> None:
     torch.testing.assert_close((merged, total), (whole, lse))
     grads = (torch.autograd.grad(x.square().sum(), (q, k, v, sinks)) for x in (merged, whole))
     torch.testing.assert_close(*grads)
+
+
+def test_only_a_loss_of_the_log_sum_exp_runs_the_backward_twice() -> None:
+    runs = []
+
+    def forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(q), q.new_zeros(2, len(q))
+
+    def backward(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        runs.append(None)
+        return tuple(torch.zeros_like(x) for x in inputs[:3])
+
+    operator = attention_operator("test_counted", forward, backward, features=False)
+    leaves = [torch.randn(5, 2, 4, requires_grad=True) for _ in range(3)]
+    rows, sinks = Rows(offsets_of([2, 3]), 3), torch.zeros(2, requires_grad=True)
+
+    def loss(q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> Tensor:
+        out, lse = operator(q, k, v, rows, rows, 1.0, NO_MASK, sinks=sinks, return_lse=True)
+        return out.sum() + lse.sum() if with_lse else out.sum()
+
+    for attend in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        for used in (False, True):
+            runs.clear()
+            torch.autograd.grad(attend(*leaves, used), [*leaves, sinks])
+            assert len(runs) == 1 + used
 
 
 def test_arguments_are_checked() -> None:

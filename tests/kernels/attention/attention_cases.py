@@ -89,9 +89,9 @@ def table_gradients(pairs: int) -> Tolerance:
 
 def gradients(rows: int) -> Tolerance:
     return Tolerance(
-        "the gradient of a score is p * (dp - sum p dp): dp and the sum are both rounded at about five times the size of "
-        "their difference, and four times each, as three tf32 products and their sum, where a query sees one key and the "
-        f"difference is 0: 2 x 4 x 25 roundings; sums over up to {rows} rows",
+        "the gradient of a score is p * (dp - sum p dp): dp and the sum are both rounded at about five times the size "
+        "of their difference, and four times each, as three tf32 products and their sum, where a query sees one key "
+        f"and the difference is 0: 2 x 4 x 25 roundings; sums over up to {rows} rows",
         roundings=200,
         reduction=rows,
     )

@@ -143,7 +143,7 @@ _launch_move = Launcher(move_rows_kernel)
 def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
     """n like x [..., D], contiguous, in `dtype`."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    _over_heads(_launch_norm, x.shape[-1], x, (out,), options=(epsilon,))
+    _over_heads(_launch_norm, x.shape[-1], _of_heads(x), (out,), options=(epsilon,))
     return out
 
 
@@ -151,6 +151,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, epsilon: float, more: Tensor | No
     """dx like x, contiguous; the gradient of n is `grad`, or grad + more."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     options = (epsilon, more is not None)
+    x, grad, more = _of_heads(x), _of_heads(grad), None if more is None else _of_heads(more)
     if x.dim() == 3:
         grad, more = _alike(grad, more)
         strides = grad.stride()[:2]
@@ -193,6 +194,11 @@ def copy_heads(x: Tensor, out: Tensor, more: Tensor | None = None) -> None:
     added, more = more is not None, _walkable(x if more is None else more)
     strides = (*more.stride()[:2], *out.stride()[:2])
     _over_heads(_launch_copy, x.shape[2], x, (more, out), strides=strides, options=(added,))
+
+
+def _of_heads(x: Tensor) -> Tensor:
+    """x [N, H, D] of one [..., H, D], without a copy where strides allow it."""
+    return x.flatten(0, -3) if x.dim() > 3 else x
 
 
 def _alike(x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -218,7 +218,7 @@ def _each_id_once(is_managed: bool = False) -> None:
         return exchange(*given, **named)
 
     results, exchange = [], dist.all_to_all_single
-    managed = {"item": ManagedTable(rows=8, min_count=2, every=2), "tag": ManagedTable(rows=4, every=2, evict="lfu")}
+    managed = {"item": ManagedTable(rows=8, min_count=2, every=2), "tag": ManagedTable(rows=4, every=2)}
     optimizer = OptimizerConfig(warmup_steps=0, sparse="sgd" if is_managed else "rowwise_adagrad")
     for index_dedup in (False, True):
         step = Step(optimizer, index_dedup=index_dedup, managed=managed if is_managed else None)

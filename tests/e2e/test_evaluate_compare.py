@@ -199,7 +199,7 @@ def test_evaluate_names_what_is_wrong(tmp_path: Path) -> None:
 
 def test_compare_writes_a_report(tmp_path: Path) -> None:
     options = ["runtime.device=cpu", "--seeds", "0", "1", "--budget", "100", "--out", str(tmp_path / "report")]
-    quantise = ["runtime.steps=3", "model.dim=32", "model.top_hidden=[32]"]
+    quantise = ["runtime.steps=3", "model.dim=32", "model.hidden=[32]"]
     run_ranks(compare.main, 2, [*TINY_DLRM, *quantise, *options])
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert report["seeds"] == [0, 1]

@@ -30,8 +30,8 @@ from train.serving.service import Service
 Export = Callable[[ModelConfig, Rows], tuple[Path, PretrainedModel]]
 State = dict[str, Tensor]
 DCN = MODELS["dcnv2"].Config(dim=8)  # type: ignore[operator]
-DIN_SMALL = DIN.Config(dim=8, attention_hidden=[8], hidden=[16])
-MANAGED = DIN.Config(dim=8, attention_hidden=[8], hidden=[16], managed_tables={"item": ManagedTable(rows=12)})
+DIN_SMALL = DIN.Config(dim=8, hidden=[16])
+MANAGED = DIN.Config(dim=8, hidden=[16], managed_tables={"item": ManagedTable(rows=12)})
 
 
 class Training:

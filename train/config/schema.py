@@ -43,7 +43,6 @@ class DataConfig:
     id_map: str = option("vocabulary", choices=["vocabulary", "hash"])
     hash_rows: int = option(100_000, most=2**31 - 1)
     min_count: int = 1  # ids seen fewer times in training map to the unknown row
-    table_min_count: dict[str, int] = field(default_factory=dict)  # embedding table -> another min_count
     oov_rows: int = 0  # rows that such ids, and unseen ones, are hashed into; 0: they share that of missing ids
     # what a malformed row does (skipped rows are counted and named)
     bad_rows: str = option("raise", choices=["raise", "skip"])
@@ -54,7 +53,7 @@ class DataConfig:
     history_dropout: float = option(0.0, below=1, example=0.1)
     pad_events: int = 0  # fill each event type of a training batch up to a multiple of this, for CUDA graphs; 0: not
 
-    retired: ClassVar[dict[str, Any]] = {"verify_cache": ...}
+    retired: ClassVar[dict[str, Any]] = {"table_min_count": {}, "verify_cache": ...}
 
     def check_at(self, path: str) -> None:
         parts = self.split
@@ -72,10 +71,9 @@ class DataConfig:
             f"{path}.max_skipped={self.max_skipped} is a share of the rows: at most 1, e.g. 0.1",
         )
         refuse(
-            self.id_map == "hash" and (self.min_count > 1 or self.table_min_count),
-            f"{path}.min_count={self.min_count} and {path}.table_min_count={self.table_min_count} need ids to be "
-            f"counted, which {path}.id_map=hash does not do; use {path}.id_map=vocabulary, or {path}.min_count=1 "
-            "and no table_min_count",
+            self.id_map == "hash" and self.min_count > 1,
+            f"{path}.min_count={self.min_count} needs ids to be counted, which {path}.id_map=hash does not do; use "
+            f"{path}.id_map=vocabulary or {path}.min_count=1",
         )
         refuse(
             self.oov_rows and (self.id_map == "hash" or self.min_count < 2),
@@ -154,7 +152,7 @@ class HistoryConfig:
 
 @dataclass
 class TransformConfig:
-    """A column made of others, by exactly one of cross, bucketize, log, clip, hash, lookup and copy."""
+    """A column made of others, by exactly one of cross, bucketize, log, clip, hash and copy."""
 
     copy: str | None = None  # ids: those of this column, or its lists, under a name that may have another table
     cross: list[str] = field(default_factory=list)  # ids: combinations of these columns' ids
@@ -166,9 +164,8 @@ class TransformConfig:
     most: float | None = None
     hash: str | None = None  # ids: one of `buckets` by the id's text
     buckets: int = 0
-    lookup: str | None = None  # ids: `table` of the id, `default` of others (absent: missing)
-    table: dict[str, str] = field(default_factory=dict)
-    default: str | None = None
+
+    retired: ClassVar[dict[str, Any]] = {"lookup": None, "table": {}, "default": None}
 
 
 @dataclass
@@ -331,7 +328,8 @@ class EventsConfig(DataConfig):
             self.statistics = "none"
 
     def transformed(self) -> dict[str, dict[str, Any]]:
-        return {name: asdict(each) for name, each in self.transforms.items()}
+        # With what earlier versions had behind it: fingerprints of data hold.
+        return {name: asdict(each) | each.retired for name, each in self.transforms.items()}
 
     def counted(self) -> Any:
         return self.statistics
@@ -350,18 +348,21 @@ class SyntheticConfig(DataConfig):
     mean_history: float = 20.0  # of the log-normal lengths, before truncation at max_history
     history_sigma: float = 1.0
     history_scale: dict[str, float] = field(default_factory=dict)  # event type -> factor of mean_history, max_history
-    candidates: int = option(1, least=1)  # per request; a mean when candidate_jitter is true
-    candidate_jitter: bool = False  # draw 0..2*candidates instead of exactly `candidates`
+    candidates: int = option(1, least=1)  # per request
     # a copy of its request for each candidate, as without request batches, to compare with; batch_size counts originals
     copy_requests: bool = False
     num_request_features: int = 4  # categorical: the user, then contexts
     num_candidate_features: int = 4  # categorical: the item, its category, then attributes of the item
-    num_dense: int = 8  # numeric features of requests, and as many of candidates
-    zipf: float = 1.05  # exponent of the id popularity
     # what labels depend on. matches: shares of the history in the candidate's category, which small models learn |
     # network: a random network over all features and histories, of which larger models learn more
     signal: str = option("matches", choices=["matches", "network"])
     tasks: list[str] = field(default_factory=lambda: ["click", "like"])
+
+    retired: ClassVar[dict[str, Any]] = DataConfig.retired | {
+        "candidate_jitter": False,
+        "num_dense": 8,
+        "zipf": 1.05,
+    }
 
     def check_at(self, path: str) -> None:
         super().check_at(path)
@@ -536,7 +537,6 @@ class TrackingConfig:
     project: str = "gemsmith"
     name: str | None = None  # of the W&B run; default: that of the run directory
     group: str | None = None
-    job_type: str | None = None
     tags: list[str] = field(default_factory=list)
     tensorboard: bool = True
     metrics: list[str] = field(default_factory=list)  # functions of your own for evaluations: [my_metrics.brier]
@@ -548,7 +548,7 @@ class TrackingConfig:
     http_port: int = option(0, most=65535)  # rank 0 serves /metrics (Prometheus) and /healthz there; 0: nowhere
     http_host: str = "127.0.0.1"  # address of the interface that it listens on; 0.0.0.0: of all
 
-    retired: ClassVar[dict[str, Any]] = {"entity": ..., "http_healthy": ...}
+    retired: ClassVar[dict[str, Any]] = {"entity": ..., "http_healthy": ..., "job_type": ...}
 
 
 @dataclass

@@ -261,14 +261,7 @@ def empty_training(config: DataConfig, rows: int) -> str:
 
 def _min_counts(config: DataConfig, spec: FeatureSpec, new_ids: bool) -> dict[str, float]:
     """How often an id must occur in training to get a row, by table."""
-    if stray := sorted(set(config.table_min_count) - set(spec.tables)):
-        raise ValueError(f"data.table_min_count names {stray}, which are no tables; there are {sorted(spec.tables)}")
-    if given := sorted(set(config.table_min_count) & set(spec.vector_tables)):
-        raise ValueError(
-            f"data.table_min_count names {given[0]}, whose ids are those of data.table_vectors; leave it out"
-        )
-    counts = {table: config.table_min_count.get(table, config.min_count) for table in spec.tables}
-    counts |= dict.fromkeys(spec.vector_tables, 1)
+    counts = dict.fromkeys(spec.tables, config.min_count) | dict.fromkeys(spec.vector_tables, 1)
     return {table: count if new_ids else math.inf for table, count in counts.items()}
 
 

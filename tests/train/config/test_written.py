@@ -23,8 +23,6 @@ KEYS = [
     "histories:\n  view: {where: {zip: %s}, fields: [item]}\n",
     "histories:\n  view:\n    fields: [item]\n    where:\n      zip: [a, %s]\n",
     "data:\n  histories: {view: {where: {zip: %s}}}\n",
-    "transforms: {home: {lookup: zip, table: {%s: a}}}\n",
-    "transforms: {home: {lookup: zip, table: {a: b}, default: %s}}\n",
     "column_names: [a, %s]\n",
 ]
 

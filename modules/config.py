@@ -13,12 +13,15 @@ from types import GenericAlias, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Optional, Self, Union, cast, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
+    Settled = int
     SettledShare = float
     SettledFlag = bool
 else:
+    Settled = Optional[int]  # noqa: UP045
     SettledShare = Optional[float]  # noqa: UP045
     SettledFlag = Optional[bool]  # noqa: UP045
-"""What a run may choose at its start where it is null, as `Settled` of `train.config.schema`."""
+"""What a run may choose at its start, by the size of its data, where it is null: before anything reads it,
+`train.process.length` replaces it."""
 
 
 def option(

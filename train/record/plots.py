@@ -196,33 +196,6 @@ def _cumulative_share(weight: Tensor) -> Floats:
     return np.concatenate([[0.0], weight.cumsum(0).numpy() / (total or 1.0)])
 
 
-ARMS = {"operators": "one request", "copies": "a copy for each candidate"}
-"""What readers call the arms of `train.commands.ratio`."""
-
-
-def plot_ratios(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Time and, where it was measured, memory of `train.commands.ratio` over candidates a request, by arm."""
-    kinds = [("ms", "time", "ms")] + [("peak_mib", "peak memory", "MiB")] * (rows[0]["step"]["peak_mib"] is not None)
-    figure, panels = _panels(2 * len(kinds), columns=2)
-    panel, ticks = iter(panels), sorted({row["ratio"] for row in rows})
-    for field, what, unit in kinds:
-        for part, title in (("forward", "Forward"), ("step", "Forward and backward")):
-            axes = next(panel)
-            for arm, color in zip(dict.fromkeys(row["arm"] for row in rows), COLORS, strict=False):
-                points = [(row["ratio"], row[part]) for row in rows if row["arm"] == arm]
-                ratios, name = [ratio for ratio, _ in points], ARMS.get(arm, arm)
-                axes.plot(ratios, [values[field] for _, values in points], marker="o", color=color, label=name)
-                if field == "ms" and points[0][1]["graph_ms"] is not None:
-                    times = [values["graph_ms"] for _, values in points]
-                    axes.plot(ratios, times, marker="o", color=color, linestyle=":", label=f"{name}, CUDA graph")
-            axes.set(xscale="log", yscale="log")
-            plain_ticks(axes.xaxis, axes.yaxis)
-            axes.set_xticks([], minor=True)
-            axes.set_xticks(ticks, [f"{ratio:,}" for ratio in ticks])
-            _label(axes, f"{title}: {what}", "candidates a request", unit)
-    _save(figure, path)
-
-
 def plot_latency(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Milliseconds of `train.commands.score` over the candidates of a request."""
     figure, (axes,) = _panels(1)

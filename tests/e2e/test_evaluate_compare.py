@@ -291,14 +291,3 @@ def test_assert_equal_is_a_refactoring_check(tmp_path: Path, capsys: pytest.Capt
     arguments = [*ASSERT_EQUAL, "b:runtime.log_every=1", "--out", str(tmp_path / "equal"), "runtime.device=cpu"]
     assert compare.main(arguments) == 0
     assert "are equal" in capsys.readouterr().out
-
-
-@pytest.mark.nightly  # test_jobs.py has the processes, and the test above the verdict
-def test_arms_train_in_processes_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    # What stands behind the arms is no arm.
-    others = ["b:optimizer.lr=0.002", "runtime.threads=1"]
-    assert compare.main([*ASSERT_EQUAL, *others, "--jobs", "2", "--out", str(tmp_path / "equal")]) == 1
-    assert "b differs from a: seed 0, step " in capsys.readouterr().out

@@ -146,7 +146,6 @@ def test_errors_do_not_show_what_the_environment_had(key: str, monkeypatch: pyte
     assert SECRET not in str(error.value)
 
 
-@pytest.mark.reliability("a foreign data YAML reads the environment", "refused before anything is read, naming the key")
 @pytest.mark.parametrize(
     "value",
     [

@@ -156,10 +156,6 @@ def test_hydra_s_own_keys_are_the_shipped_ones(text: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("entry", ["${oc.env:S}", "/model: ${oc.env:S}", "${ oc.env:S }", "${oc.decode:${oc.env:S}}"])
-@pytest.mark.reliability(
-    "`${oc.env:NAME}` in the `defaults` of a data YAML or an experiment",
-    "refused without showing the value",
-)
 def test_no_defaults_list_reads_the_environment(entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("S", SECRET)
     write(tmp_path, {"data/theirs.yaml": f"defaults:\n  - events_schema\n  - {entry}\n  - _self_\n"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -194,24 +193,6 @@ def _cumulative_share(weight: Tensor) -> Floats:
     """[bins + 1]: share of the weight below each edge; zeros where there is none."""
     total = float(weight.sum())
     return np.concatenate([[0.0], weight.cumsum(0).numpy() / (total or 1.0)])
-
-
-def plot_latency(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Milliseconds of `train.commands.score` over the candidates of a request."""
-    figure, (axes,) = _panels(1)
-    fields = {
-        "broadcast_ms": "a copy of the request for every candidate, eager",
-        "eager_ms": "no copies, eager",
-        "exported_ms": "no copies, exported",
-    }
-    for (field, label), color in zip(fields.items(), COLORS, strict=False):
-        points = [(row["candidates"], row[field]) for row in rows if field in row]
-        axes.plot(*zip(*points, strict=True), marker="o", color=color, label=label)
-    axes.set(xscale="log", yscale="log")
-    axes.set_ylim(top=3 * axes.get_ylim()[1])  # room for the legend
-    plain_ticks(axes.xaxis, axes.yaxis)
-    _label(axes, "Scores of one request", "candidates", "ms")
-    _save(figure, path)
 
 
 def plot_scaling_law(

@@ -218,9 +218,9 @@ def plot_scaling_law(
     _save(figure, path)
 
 
-def _panels(count: int, *, height: float = 4, vertical: bool = False, columns: int = 3) -> tuple[Figure, list[Axes]]:
-    """`count` axes, one below the other or in rows of at most `columns`."""
-    columns = 1 if vertical else 2 if count == 4 else max(1, min(columns, count))
+def _panels(count: int, *, height: float = 4, vertical: bool = False) -> tuple[Figure, list[Axes]]:
+    """`count` axes, one below the other or in rows of at most three."""
+    columns = 1 if vertical else 2 if count == 4 else max(1, min(3, count))
     rows = -(-max(count, 1) // columns)
     size = (8, 0.75 * height * rows) if vertical else (6 * columns, height * rows)
     figure = Figure(figsize=size, layout="constrained")

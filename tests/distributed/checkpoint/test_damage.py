@@ -84,10 +84,6 @@ def test_a_checkpoint_runs_no_code(run_dir: Path, tmp_path: Path) -> None:
     assert not made.exists()
 
 
-@pytest.mark.reliability(
-    "a checkpoint index that names a pickled object or another folder",
-    "refused; nothing runs, no other file is read",
-)
 def test_an_index_leads_to_tensors_of_the_checkpoint_only(run_dir: Path, tmp_path: Path) -> None:
     made, checkpoint = tmp_path / "made", run_dir / NEWEST
     index = read_metadata(checkpoint)
@@ -171,7 +167,6 @@ def test_a_damaged_checkpoint_is_not_evaluated(run_dir: Path, tmp_path: Path) ->
         ('{"config": {}, "progress": 7, "data_fingerprint": ""}', "meta.json has no 'progress'"),
     ],
 )
-@pytest.mark.reliability("`meta.json` is `{}`, `[]` or no JSON", "refused: the file and what it lacks")
 def test_a_meta_file_that_says_nothing_is_named(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text(text)
     with pytest.raises(DamagedError, match=message):

@@ -180,10 +180,6 @@ def test_data_may_name_other_keys() -> None:
 HIDDEN = "hunter2-of-the-test"
 
 
-@pytest.mark.reliability(
-    "a URL with a password, token or signature in the configuration",
-    "refused by key; no error, log or sweep file shows it",
-)
 @pytest.mark.parametrize(
     "url",
     [

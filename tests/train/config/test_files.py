@@ -76,10 +76,6 @@ REACHES = {
 }
 
 
-@pytest.mark.reliability(
-    "a foreign data YAML, or its `defaults`, sets other sections, callbacks or packages",
-    "refused by file; none of its code is imported or run",
-)
 @pytest.mark.parametrize("name", REACHES)
 def test_a_data_file_sets_data_alone(name: str, tmp_path: Path) -> None:
     sibling = "b, " if "data/b.yaml" in REACHES[name] else ""

@@ -100,6 +100,7 @@ def test_graphs_replay_both_halves_and_follow_new_weights(ranking: Rows, tmp_pat
     scorer, batch = Scorer(tmp_path / "export", user_side_bytes=1 << 20), ranking.batch([60])
     sides = scorer.user_sides
     assert sides is not None
+    (tmp_path / "to").mkdir()
     follower, publisher = Follower(scorer, tmp_path / "to"), Publisher(Place(tmp_path / "to"), "run", "")
     scorer.data_fingerprint = ""
     for step in range(3):

@@ -44,16 +44,11 @@ class Dense:
     missing: dict[str, float] = field(default_factory=dict)  # share of the training rows without a number, by column
 
 
-def standardise(
-    values: np.ndarray, training: np.ndarray, earlier: dict[str, float] | None = None
-) -> tuple[np.ndarray, dict[str, float]]:
-    """(values - mean) / standard deviation over `training`; a missing value (NaN) becomes 0, which is the mean.
-
-    `earlier`: mean and std of another run, which are used in their place.
-    """
+def standardise(values: np.ndarray, training: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
+    """(values - mean) / standard deviation over `training`; a missing value (NaN) becomes 0, which is the mean."""
     moments = Moments()
     moments.add(np.asarray(values[training], np.float64))
-    used = earlier or {"mean": moments.mean(), "std": moments.std()}
+    used = {"mean": moments.mean(), "std": moments.std()}
     return scaled(values, used), used
 
 

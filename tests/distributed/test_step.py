@@ -230,7 +230,7 @@ def _each_id_once(is_managed: bool = False) -> None:
             for _ in range(5):
                 step.pipeline.progress(batches)
         owners = {name: value for name, value in step.model.state_dict().items() if "._mch_" in name}
-        assert len(owners) == (7 if is_managed else 0)  # ids, rows and counts of two tables, and times of one
+        assert len(owners) == (8 if is_managed else 0)  # ids, rows, counts and times of two tables
         results.append(step.shards() | step.dense())
         shards.append({name: value.local_shards()[0].tensor.clone() for name, value in owners.items()})
     assert all(torch.equal(shards[1][name], value) for name, value in shards[0].items())

@@ -58,8 +58,11 @@ class Attends(torch.autograd.Function):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("twice", [False, True])  # keys and values for a second attention
 @pytest.mark.parametrize("reader", [False, True])  # of the values, besides the attention: autograd adds its gradient
-def test_a_rotation_writes_beside_the_gradient_of_values(reader: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rotation_writes_beside_the_gradient_of_values(
+    reader: bool, twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kernels.tokens.triton import tokens
 
     copies: list[object] = []
@@ -70,8 +73,11 @@ def test_a_rotation_writes_beside_the_gradient_of_values(reader: bool, monkeypat
     weight = torch.randn(50, 2, 64, device="cuda")
     found = []
     for beside in (False, True):
-        q, k, v = rotate_qkv(qkv, angle.cos(), angle.sin(), backend="triton")
+        q, k, v, *again = rotate_qkv(qkv, angle.cos(), angle.sin(), twice=twice, backend="triton")
         loss = (Attends.apply(q, k, v, beside) * weight).sum()
+        if twice:
+            other = torch.randn(2, 50, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+            loss = loss + (again[0] * other.transpose(0, 1) + again[1].square()).sum()  # of other strides
         found.append(torch.autograd.grad(loss + v.square().sum() if reader else loss, qkv)[0])
     assert torch.equal(found[0], found[1])
-    assert reader or len(copies) == 1
+    assert reader or len(copies) == 1 + twice  # with a second reader's gradient to add, also in place

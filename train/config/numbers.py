@@ -28,7 +28,6 @@ MOST = {
     "data.history_sigma": 10,  # of logarithms
     "data.num_workers": 1024,  # processes a rank
     "data.seed": 2**63 - 1,  # as numpy and PyTorch take it
-    "data.zipf": 100,
     "runtime.collective_timeout": 10**9,  # in seconds, which C++ counts in nanoseconds
     "runtime.seed": 2**63 - 1,
     "runtime.threads": 65_536,

@@ -179,7 +179,6 @@ class InteractionArch(nn.Module):
     class Config(TokenConfig):
         # inner products and a cross layer | one of the two | factorisation machines
         interaction: str = option("dhen", choices=[*ENSEMBLES, "wukong"])
-        dcn_rank: int = 32
         wukong: WukongStackConfig = field(default_factory=WukongStackConfig)
         interaction_hidden: list[int] = option([128], least=1)  # the MLP that restores n x d tokens
 
@@ -207,7 +206,7 @@ class InteractionArch(nn.Module):
             num_of_candidate = mixed if index else mixed - num_of_request
             if config.interaction != "wukong":
                 options["ensemble"] = config.interaction
-                layers.append(DHENLayer(num_of_candidate, dim, rank=config.dcn_rank, **options))
+                layers.append(DHENLayer(num_of_candidate, dim, **options))
             else:
                 options |= wukong.layer_options()
                 layers.append(WukongLayer(num_of_candidate, dim, **options))

@@ -114,7 +114,7 @@ class InterFormer(LowerLogits, Ranker):
         shared: ClassVar[frozenset[str]] = frozenset(
             {"num_cls", "num_recent", "sequence_context", "jagged_interaction", "plain_head"}
         )
-        retired: ClassVar[dict[str, Any]] = {"dhen_layers": 1, "gate": "identity", "pffn_kron_terms": 0}
+        retired: ClassVar[dict[str, Any]] = {"dhen_layers": 1, "gate": "identity", "pffn_kron_terms": 0, "dcn_rank": 32}
         moved: ClassVar[dict[str, str]] = {
             "wukong_layers": "wukong.num_layers",
             "wukong_fmb": "wukong.num_fmb",

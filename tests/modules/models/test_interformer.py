@@ -41,7 +41,7 @@ def sequence_tokens(values: torch.Tensor, offsets: torch.Tensor, num_cls: int, n
 
 def interformer(spec, **changes) -> InterFormer:
     torch.manual_seed(0)
-    small = {"dim": DIM, "interaction_hidden": [8], "head_hidden": [8], "dcn_rank": 4}
+    small = {"dim": DIM, "interaction_hidden": [8], "head_hidden": [8]}
     return build(InterFormer.Config(**small, **changes), spec)
 
 

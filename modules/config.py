@@ -13,12 +13,15 @@ from types import GenericAlias, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Optional, Self, Union, cast, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
+    Settled = int
     SettledShare = float
     SettledFlag = bool
 else:
+    Settled = Optional[int]  # noqa: UP045
     SettledShare = Optional[float]  # noqa: UP045
     SettledFlag = Optional[bool]  # noqa: UP045
-"""What a run may choose at its start where it is null, as `Settled` of `train.config.schema`."""
+"""What a run may choose at its start, by the size of its data, where it is null: before anything reads it,
+`train.process.length` replaces it."""
 
 
 def option(
@@ -142,7 +145,7 @@ def from_saved(kind: type[Any], saved: Mapping[str, Any], path: str) -> Any:
 
 def of_earlier(kind: type[Any], saved: Mapping[str, Any], path: str) -> dict[str, Any]:
     """`saved`, also by an earlier version: without the keys of `kind.retired`, and with those of `kind.moved`, by their
-    old names, in the sections where they are now. Of dataclasses inside, too, and of what single layers have.
+    old names, by where they are now. Of dataclasses inside, too, and of what single layers have.
 
     ValueError, naming the key below `path`, for a retired one with a value that has no effect any more.
     """
@@ -159,8 +162,9 @@ def of_earlier(kind: type[Any], saved: Mapping[str, Any], path: str) -> dict[str
         if key not in retired:
             kept[key] = _restored(types.get(key), value, f"{path}.{key}", of_earlier)
     for key in moved.keys() & kept.keys():
-        section, name = moved[key].split(".")
-        kept[section] = {name: kept.pop(key)} | kept.get(section, {})
+        section, _, name = moved[key].rpartition(".")
+        value = kept.pop(key)
+        kept |= {section: {name: value} | kept.get(section, {})} if section else {name: value}
     return kept
 
 
@@ -222,9 +226,9 @@ class ManagedTable:
 
     rows: int = option(0, least=2, example=100_000)
     min_count: int = option(1, least=1)  # occurrences between two reviews from which an id may get a row
-    # who loses a row: the rarest id | the rarest, divided by the steps since it last occurred
-    evict: str = option("distance_lfu", choices=["lfu", "distance_lfu"])
     every: int = option(100, least=1)  # steps between reviews, which give rows to ids
+
+    retired: ClassVar[dict[str, Any]] = {"evict": "distance_lfu"}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -238,7 +242,7 @@ class ModelConfig(TokenConfig):
     embedding_dropout: float = option(0.0, below=1, example=0.1)  # of the elements of looked-up rows
 
     retired: ClassVar[dict[str, Any]] = {}  # keys of earlier versions with the value that all now have; ...: any
-    moved: ClassVar[dict[str, str]] = {}  # and where others are now
+    moved: ClassVar[dict[str, str]] = {}  # where others are now, as `name` or `section.name`
 
     def check_at(self, path: str) -> None:
         for table, width in self.table_dims.items():

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.sources import events_config, whole
+from tests.data.sources import JitteredSource, events_config, whole
 from train.config.schema import (
     DataConfig,
     EventsConfig,
@@ -295,7 +295,7 @@ def test_empty_history(tmp_path, caplog):
 
 
 def test_requests_without_candidates():
-    source = build_source(SyntheticConfig(candidates=1, candidate_jitter=True, num_requests=200))
+    source = JitteredSource(SyntheticConfig(candidates=2, num_requests=200))
     batch = whole(source)
     counts = batch.candidate_offsets.diff()
     assert {0, 1, 2} == set(counts.tolist())

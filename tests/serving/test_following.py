@@ -17,7 +17,7 @@ from torch import Tensor
 from modules.batch import RequestBatch
 from modules.config import ManagedTable, ModelConfig
 from modules.models import MODELS
-from modules.models.baselines import DIN
+from modules.models.baselines import DIN, DCNv2
 from modules.pretrained import PretrainedModel
 from tests.serving.conftest import Rows
 from train.checkpoint.publish import Place, Publisher
@@ -30,8 +30,9 @@ from train.serving.service import Service
 Export = Callable[[ModelConfig, Rows], tuple[Path, PretrainedModel]]
 State = dict[str, Tensor]
 DCN = MODELS["dcnv2"].Config(dim=8)  # type: ignore[operator]
-DIN_SMALL = DIN.Config(dim=8, attention_hidden=[8], hidden=[16])
-MANAGED = DIN.Config(dim=8, attention_hidden=[8], hidden=[16], managed_tables={"item": ManagedTable(rows=12)})
+DIN_SMALL = DIN.Config(dim=8, hidden=[16])
+FEW_WEIGHTS = DCNv2.Config(dim=8, rank=2, num_layers=1, hidden=[8])  # beside its tables
+MANAGED = DIN.Config(dim=8, hidden=[16], managed_tables={"item": ManagedTable(rows=12)})
 
 
 class Training:
@@ -288,7 +289,7 @@ def test_a_publication_that_fails_is_made_good_by_the_next(
 )
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_many_publications_take_bounded_room(count: int, ranking: Rows, exported: Export, tmp_path: Path) -> None:
-    folder, model = exported(DIN_SMALL, ranking)
+    folder, model = exported(FEW_WEIGHTS, ranking)
     training, follower = Training(model), None
     publisher, bases = Publisher(Place(tmp_path), "run", ranking.source.fingerprint), 0
     whole = publisher.publish(training.step(), 1)["bytes"]

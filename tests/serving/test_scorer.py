@@ -30,7 +30,7 @@ from train.serving.service import Service
 
 Export = Callable[[ModelConfig, Rows], tuple[Path, PretrainedModel]]
 DCN = MODELS["dcnv2"].Config(dim=8)  # type: ignore[operator]
-DIN_SMALL = DIN.Config(dim=8, attention_hidden=[8], hidden=[16])
+DIN_SMALL = DIN.Config(dim=8, hidden=[16])
 
 
 @pytest.mark.reliability("a file of an export is cut short, changed or lost", "named before it serves")

@@ -252,7 +252,6 @@ def _train_arms(arms: list[Arm], first: Arm, seed: int, overrides: list[str], ou
             f"runtime.run_dir='{run_dir}'",
             f"checkpoint.load='{initial}'",
             f"tracking.group='{out.name}'",
-            f"tracking.job_type='{arm.name}'",
             f"tracking.name='{arm.name} seed {seed}'",
         )
         if not (initial / checkpoint.META).exists() and arm == first:

@@ -32,7 +32,6 @@ MOST = {
     "data.oov_rows": 2**31 - 3,  # row numbers have 32 bits
     "data.request_window": 10**11,  # seconds
     "data.seed": 2**63 - 1,  # as numpy and PyTorch take it
-    "data.zipf": 100,
     "runtime.collective_timeout": 10**9,  # in seconds, which C++ counts in nanoseconds
     "runtime.seed": 2**63 - 1,
     "runtime.threads": 65_536,

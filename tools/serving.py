@@ -1,9 +1,9 @@
-"""Latency and throughput of the HTTP application on a CPU: `python -m tools.serving FILE.json [--clients | --load]`.
+"""Latency and throughput of the HTTP application on a CPU: `python -m tools.serving FILE.json [--clients | --arrivals | --load]`.
 
 Fresh models on generated requests: a user with 100 events, and candidates with two ids, a list of tags and two numbers.
 Calls go through the ASGI application, from the body to the answer, without a network. One thread of PyTorch a call.
-`--clients` compares batches of concurrent calls with calls by themselves: of clients that wait for their answers, and
-of calls that come at random, at 70 % of the highest rate that is borne. `--load` has 200 clients for a minute, with a
+`--clients` compares batches of concurrent calls with calls by themselves, of clients that wait for their answers;
+`--arrivals` does of calls that come at random, at 70 % of the highest rate that is borne. `--load` has 200 clients for a minute, with a
 tenth of their calls wrong.
 """
 
@@ -266,6 +266,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--clients", action="store_true")
+    mode.add_argument("--arrivals", action="store_true")
     mode.add_argument("--load", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -282,13 +283,20 @@ def main() -> None:
         own = [row for row in table if row["user"] == "u0"]
         request = {"request": {"user": "u0"}, "histories": {"seen": own}, "time": 1_700_100_000}
         found = []
-        for name in ("interformer",) if options.load else ("dlrm", "interformer") if options.clients else MODELS:
+        for name in (
+            ("interformer",)
+            if options.load or options.arrivals
+            else ("dlrm", "interformer")
+            if options.clients
+            else MODELS
+        ):
             service = export(name, folder / name, data)
             if options.clients:
                 body = json.dumps({**request, "candidates": table[:10]}).encode()
                 found += [{"model": name, "candidates": 10} | row for row in concurrent(service, body)]
-                if name == "interformer":
-                    found += [{"model": name, "candidates": 10} | row for row in borne(service, body)]
+            elif options.arrivals:
+                body = json.dumps({**request, "candidates": table[:10]}).encode()
+                found += [{"model": name, "candidates": 10} | row for row in borne(service, body)]
             elif options.load:
                 found.append({"model": name} | asyncio.run(load(service, {**request, "candidates": table[:10]})))
             else:

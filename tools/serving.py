@@ -1,10 +1,10 @@
-"""Latency and throughput of the HTTP application on a CPU: `python -m tools.serving FILE.json [--clients | --arrivals | --load]`.
+"""Latency and throughput of the HTTP application on a CPU: `python -m tools.serving FILE.json [--clients | --load]`.
 
 Fresh models on generated requests: a user with 100 events, and candidates with two ids, a list of tags and two numbers.
 Calls go through the ASGI application, from the body to the answer, without a network. One thread of PyTorch a call.
 `--clients` compares batches of concurrent calls with calls by themselves, of clients that wait for their answers;
-`--arrivals` does of calls that come at random, at 70 % of the highest rate that is borne. `--load` has 200 clients for a minute, with a
-tenth of their calls wrong.
+`--arrivals` does of calls that come at random, at 70 % of the highest rate that is borne. `--load` has 200 clients for
+a minute, with a tenth of their calls wrong.
 """
 
 from __future__ import annotations

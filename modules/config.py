@@ -92,7 +92,7 @@ def changed(config: Any, changes: Mapping[str, Any], path: str) -> Any:
         own = getattr(config, name)
         if dataclasses.is_dataclass(own) and isinstance(value, Mapping):
             values[name] = changed(own, value, f"{path}.{name}")
-        elif _is_of(types[name], value):
+        elif is_of(types[name], value):
             values[name] = value
         else:
             kind = get_args(types[name])[0] if get_origin(types[name]) in (Union, UnionType) else types[name]
@@ -102,17 +102,32 @@ def changed(config: Any, changes: Mapping[str, Any], path: str) -> Any:
     return dataclasses.replace(config, **values)
 
 
-def _is_of(kind: Any, value: Any) -> bool:
+def is_of(kind: Any, value: Any) -> bool:
     """Whether a field of that type may have the value. Whole numbers are numbers; true and false are none."""
     if kind is Any:
         return True
     if get_origin(kind) in (Union, UnionType):
-        return any(_is_of(each, value) for each in get_args(kind))
+        return any(is_of(each, value) for each in get_args(kind))
     if get_origin(kind) is list:
-        return isinstance(value, list) and all(_is_of(get_args(kind)[0], each) for each in value)
+        return isinstance(value, list) and all(is_of(get_args(kind)[0], each) for each in value)
+    if get_origin(kind) is tuple:  # of any length
+        return isinstance(value, tuple) and all(is_of(get_args(kind)[0], each) for each in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(is_of(get_args(kind)[1], each) for each in value.values())
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else get_origin(kind) or kind)
+
+
+def check_types(config: Any, path: str) -> None:
+    """ValueError, naming the key below `path`, for a value of another type than its field; also of parts inside."""
+    types = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        key, value = f"{path}.{field.name}", getattr(config, field.name)
+        if not is_of(types[field.name], value):
+            raise ValueError(f"{key}={str(value)[:100]} must be of type {types[field.name]}")
+        for name, part in _dataclasses(value):
+            check_types(part, key + name)
 
 
 def from_saved(kind: type[Any], saved: Mapping[str, Any], path: str) -> Any:
@@ -169,7 +184,7 @@ def _dataclasses(value: Any) -> Iterable[tuple[str, Any]]:
     """(rest of its key, dataclass) for each that `value` is or holds."""
     if dataclasses.is_dataclass(value):
         return [("", value)]
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     return [(f".{name}", part) for name, part in parts if dataclasses.is_dataclass(part)]
 
 

@@ -327,19 +327,20 @@ def test_gaps_other_runs_other_data_and_damage_are_refused(ranking: Rows, export
     for change, expected in (
         ({"run": "other"}, "another run's"),
         ({"data_fingerprint": "other"}, "of other ids"),
-        ({"previous": 7}, "no manifest"),
-        ({"files": {"../x": {"bytes": 1, "crc32": 1}}}, "no manifest"),
-        ({"files": {"..": {"bytes": 1, "crc32": 1}}}, "no manifest"),
-        ({"step": "2"}, "no manifest"),
-        ({"time": None}, "no manifest"),
-        ({"format": 2}, "no manifest"),
+        ({"previous": 7}, "00000002.json is no manifest that is read here (previous=7"),
+        ({"files": {"../x": {"bytes": 1, "crc32": 1}}}, "00000002.json is damaged (files names '../x'"),
+        ({"files": {"x": {"bytes": 1, "crc32": 1}}}, "00000002.json is damaged (files names 'x'"),
+        ({"files": {file.name: {"bytes": 1}}}, "00000002.json is damaged (files.00000002.0.safetensors="),
+        ({"step": "2"}, "00000002.json is damaged (step='2' is no int)"),
+        ({"time": None}, "00000002.json is damaged (time=None is no float)"),
+        ({"format": 2}, "(format=2 is none of (1,)"),
     ):
         manifest.write_text(json.dumps(about | change))
         refused(expected)
     for text in ("{", "[]", "[" * 100_000):
         manifest.write_text(text)
-        refused("00000002.json is no manifest")
-        with pytest.raises(ValueError, match=r"00000002\.json is no manifest"):
+        refused("00000002.json is damaged")
+        with pytest.raises(ValueError, match=r"00000002\.json is damaged"):
             Publisher(Place(tmp_path), "run", "")
     manifest.write_text(json.dumps(about))
     file.write_bytes(values[:-1] + b"x")

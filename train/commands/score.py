@@ -150,10 +150,10 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     counts = [int(count) for count in given]
     folder = Path(options["export"])
     about = read_about(folder)
-    if about["checkpoint"] is None:
+    if about.get("checkpoint") is None:
         raise ValueError(f"{folder} names no checkpoint: the command times exports of train.commands.export")
     path = Path(about["checkpoint"])
-    config = from_dict(checkpoint.read_meta(path)["config"], about["overrides"])
+    config = from_dict(checkpoint.read_meta(path)["config"], about.get("overrides", []))
     dispatch.force(config.runtime.kernels)
     source = build_source(config.data)
     last = source.num_requests("test") - 1
@@ -173,7 +173,7 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
         "device": torch.cuda.get_device_name() if scorer.device.type == "cuda" else scorer.device.type,
         "versions": versions.collect(),
         "compiled": about["compiled"],
-        "eager": about["eager"],
+        "eager": about.get("eager"),
         "model": to_saved(config)["model"],
         "events": int(request.history_times.lengths().sum()),
         "rows": rows,

@@ -121,17 +121,19 @@ def test_a_value_that_cannot_work_is_refused(override: str, message: str) -> Non
         to_config(composed)
 
 
-def float_keys(section: object, prefix: str = "") -> list[str]:
-    """Every key below a section that takes a real number."""
+REAL = ("float", "float | None", "SettledShare", "list[float]", "dict[str, float]")
+WHOLE = ("int", "int | None", "Settled", "Optional[int]", "dict[str, int]")
+
+
+def number_keys(section: object, kinds: tuple[str, ...], prefix: str = "") -> list[str]:
+    """Every key below a section that takes a number of these types."""
     keys = []
     for field in dataclasses.fields(section):  # type: ignore[arg-type]
         value, key = getattr(section, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
-            keys += float_keys(value, f"{key}.")
-        elif field.type in ("float", "float | None", "SettledShare", "list[float]"):
-            keys.append(key)
-        elif field.type == "dict[str, float]":
-            keys.append(f"{key}.name")
+            keys += number_keys(value, kinds, f"{key}.")
+        elif field.type in kinds:
+            keys.append(f"{key}.name" if str(field.type).startswith("dict") else key)
     return keys
 
 
@@ -144,7 +146,7 @@ def composed(*overrides: str) -> DictConfig:
 @pytest.mark.parametrize("data", [("data=synthetic",), ("data=avazu", "data.files=[a.csv]")])
 def test_a_number_that_is_not_finite_is_refused(data: tuple[str, ...]) -> None:
     good = composed(*data)
-    keys = float_keys(to_config(good))
+    keys = number_keys(to_config(good), REAL)
     assert {"optimizer.sparse_lr", "optimizer.betas", "optimizer.task_weights.name", "data.split"} <= set(keys)
     for key, number in product(keys, (math.nan, math.inf, -math.inf)):
         bad = deepcopy(good)
@@ -153,6 +155,17 @@ def test_a_number_that_is_not_finite_is_refused(data: tuple[str, ...]) -> None:
             bad, key, [number, *default[1:]] if isinstance(default, ListConfig) else number, force_add=True
         )
         with pytest.raises(ValueError, match=re.escape(key) + "=.* (must|is) .*e.g. "):
+            to_config(bad)
+
+
+def test_a_whole_number_that_no_machine_holds_is_refused() -> None:
+    good = composed("data=avazu", "data.files=[a.csv]")
+    keys = number_keys(to_config(good), WHOLE)
+    assert {"data.request_window", "data.max_candidates", "runtime.seed"} <= set(keys)
+    for key in (key for key in keys if not key.startswith("model.")):  # models have rules of their own
+        bad = deepcopy(good)
+        OmegaConf.update(bad, key, 10**25, force_add=True)
+        with pytest.raises(ValueError, match=rf"{re.escape(key)}=1{'0' * 25} "):
             to_config(bad)
 
 

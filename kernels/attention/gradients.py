@@ -23,7 +23,7 @@ def gradients_beside(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def gradients_in_projection(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty tensors for the gradients of q, k and v; if v has the strides of the last part of a projection [N, 3, H, d],
+    """Empty tensors for the gradients of q, k and v; if v has the strides of the last part of one [N, 3, H, d],
     dv is one, too, and if k and v have those of two parts of [N, 2, H, d], dk and dv are.
 
     Strides alone decide: compilers, which must know the layout beforehand, do not know where in its memory a part is.

@@ -22,8 +22,11 @@ from tools.quality.reachable import reachable
 from train.commands import baseline
 from train.config.schema import Config, EventsConfig
 
-GENERATED = ("shop", "video", "news")
-LOGS = {kind: (f"data={kind}_log",) for kind in GENERATED} | {"ids": ("data=movielens_ids",)}
+GENERATED = {"shop": ("shop", 60_000), "video": ("video", 60_000), "news": ("news", 60_000), "shop_200k": ("shop", 200_000)}
+FOLDER = "prepared/{}_log_{}"  # by kind and impressions
+LOGS = {
+    log: (f"data={kind}_log", f"data.root={FOLDER.format(kind, rows)}") for log, (kind, rows) in GENERATED.items()
+} | {"ids": ("data=movielens_ids",)}
 KEPT = ("step", "best_step", "seconds", "valid", "test")
 
 NO_STATISTICS = "no statistics"
@@ -102,8 +105,11 @@ def prepare(log: str) -> None:
     from tools.datasets import business_logs
     from train.data import build_source
 
-    if log in GENERATED and not Path("prepared", f"{log}_log", "items.parquet").exists():
-        business_logs.main([log])
+    if log in GENERATED:
+        kind, rows = GENERATED[log]
+        folder = FOLDER.format(kind, rows)
+        if not Path(folder, "items.parquet").exists():
+            business_logs.main([kind, "--impressions", str(rows), "--to", folder])
     build_source(run.configuration([*LOGS[log]]).data)
 
 

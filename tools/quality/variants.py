@@ -22,11 +22,10 @@ from tools.quality.reachable import reachable
 from train.commands import baseline
 from train.config.schema import Config, EventsConfig
 
-GENERATED = {"shop": ("shop", 60_000), "video": ("video", 60_000), "news": ("news", 60_000), "shop_200k": ("shop", 200_000)}
-FOLDER = "prepared/{}_log_{}"  # by kind and impressions
-LOGS = {
-    log: (f"data={kind}_log", f"data.root={FOLDER.format(kind, rows)}") for log, (kind, rows) in GENERATED.items()
-} | {"ids": ("data=movielens_ids",)}
+GENERATED = {"shop": 60_000, "video": 60_000, "news": 60_000, "shop_200k": 200_000}  # impressions of kinds of business
+FOLDER = "prepared/variants/{}"
+LOGS = {log: (f"data={log.partition('_')[0]}_log", f"data.root={FOLDER.format(log)}") for log in GENERATED}
+LOGS["ids"] = ("data=movielens_ids",)
 KEPT = ("step", "best_step", "seconds", "valid", "test")
 
 NO_STATISTICS = "no statistics"
@@ -105,11 +104,9 @@ def prepare(log: str) -> None:
     from tools.datasets import business_logs
     from train.data import build_source
 
-    if log in GENERATED:
-        kind, rows = GENERATED[log]
-        folder = FOLDER.format(kind, rows)
-        if not Path(folder, "items.parquet").exists():
-            business_logs.main([kind, "--impressions", str(rows), "--to", folder])
+    folder = FOLDER.format(log)
+    if log in GENERATED and not Path(folder, "items.parquet").exists():
+        business_logs.main([log.partition("_")[0], "--impressions", str(GENERATED[log]), "--to", folder])
     build_source(run.configuration([*LOGS[log]]).data)
 
 

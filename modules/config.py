@@ -13,12 +13,15 @@ from types import GenericAlias, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Optional, Self, Union, cast, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
+    Settled = int
     SettledShare = float
     SettledFlag = bool
 else:
+    Settled = Optional[int]  # noqa: UP045
     SettledShare = Optional[float]  # noqa: UP045
     SettledFlag = Optional[bool]  # noqa: UP045
-"""What a run may choose at its start where it is null, as `Settled` of `train.config.schema`."""
+"""What a run may choose at its start, by the size of its data, where it is null: before anything reads it,
+`train.process.length` replaces it."""
 
 
 def option(
@@ -89,7 +92,7 @@ def changed(config: Any, changes: Mapping[str, Any], path: str) -> Any:
         own = getattr(config, name)
         if dataclasses.is_dataclass(own) and isinstance(value, Mapping):
             values[name] = changed(own, value, f"{path}.{name}")
-        elif _is_of(types[name], value):
+        elif is_of(types[name], value):
             values[name] = value
         else:
             kind = get_args(types[name])[0] if get_origin(types[name]) in (Union, UnionType) else types[name]
@@ -99,17 +102,32 @@ def changed(config: Any, changes: Mapping[str, Any], path: str) -> Any:
     return dataclasses.replace(config, **values)
 
 
-def _is_of(kind: Any, value: Any) -> bool:
+def is_of(kind: Any, value: Any) -> bool:
     """Whether a field of that type may have the value. Whole numbers are numbers; true and false are none."""
     if kind is Any:
         return True
     if get_origin(kind) in (Union, UnionType):
-        return any(_is_of(each, value) for each in get_args(kind))
+        return any(is_of(each, value) for each in get_args(kind))
     if get_origin(kind) is list:
-        return isinstance(value, list) and all(_is_of(get_args(kind)[0], each) for each in value)
+        return isinstance(value, list) and all(is_of(get_args(kind)[0], each) for each in value)
+    if get_origin(kind) is tuple:  # of any length
+        return isinstance(value, tuple) and all(is_of(get_args(kind)[0], each) for each in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(is_of(get_args(kind)[1], each) for each in value.values())
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else get_origin(kind) or kind)
+
+
+def check_types(config: Any, path: str) -> None:
+    """ValueError, naming the key below `path`, for a value of another type than its field; also of parts inside."""
+    types = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        key, value = f"{path}.{field.name}", getattr(config, field.name)
+        if not is_of(types[field.name], value):
+            raise ValueError(f"{key}={str(value)[:100]} must be of type {types[field.name]}")
+        for name, part in _dataclasses(value):
+            check_types(part, key + name)
 
 
 def from_saved(kind: type[Any], saved: Mapping[str, Any], path: str) -> Any:
@@ -127,7 +145,7 @@ def from_saved(kind: type[Any], saved: Mapping[str, Any], path: str) -> Any:
 
 def of_earlier(kind: type[Any], saved: Mapping[str, Any], path: str) -> dict[str, Any]:
     """`saved`, also by an earlier version: without the keys of `kind.retired`, and with those of `kind.moved`, by their
-    old names, in the sections where they are now. Of dataclasses inside, too, and of what single layers have.
+    old names, by where they are now. Of dataclasses inside, too, and of what single layers have.
 
     ValueError, naming the key below `path`, for a retired one with a value that has no effect any more.
     """
@@ -144,8 +162,9 @@ def of_earlier(kind: type[Any], saved: Mapping[str, Any], path: str) -> dict[str
         if key not in retired:
             kept[key] = _restored(types.get(key), value, f"{path}.{key}", of_earlier)
     for key in moved.keys() & kept.keys():
-        section, name = moved[key].split(".")
-        kept[section] = {name: kept.pop(key)} | kept.get(section, {})
+        section, _, name = moved[key].rpartition(".")
+        value = kept.pop(key)
+        kept |= {section: {name: value} | kept.get(section, {})} if section else {name: value}
     return kept
 
 
@@ -165,7 +184,7 @@ def _dataclasses(value: Any) -> Iterable[tuple[str, Any]]:
     """(rest of its key, dataclass) for each that `value` is or holds."""
     if dataclasses.is_dataclass(value):
         return [("", value)]
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     return [(f".{name}", part) for name, part in parts if dataclasses.is_dataclass(part)]
 
 
@@ -207,9 +226,9 @@ class ManagedTable:
 
     rows: int = option(0, least=2, example=100_000)
     min_count: int = option(1, least=1)  # occurrences between two reviews from which an id may get a row
-    # who loses a row: the rarest id | the rarest, divided by the steps since it last occurred
-    evict: str = option("distance_lfu", choices=["lfu", "distance_lfu"])
     every: int = option(100, least=1)  # steps between reviews, which give rows to ids
+
+    retired: ClassVar[dict[str, Any]] = {"evict": "distance_lfu"}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -223,7 +242,7 @@ class ModelConfig(TokenConfig):
     embedding_dropout: float = option(0.0, below=1, example=0.1)  # of the elements of looked-up rows
 
     retired: ClassVar[dict[str, Any]] = {}  # keys of earlier versions with the value that all now have; ...: any
-    moved: ClassVar[dict[str, str]] = {}  # and where others are now
+    moved: ClassVar[dict[str, str]] = {}  # where others are now, as `name` or `section.name`
 
     def check_at(self, path: str) -> None:
         for table, width in self.table_dims.items():

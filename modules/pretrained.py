@@ -10,6 +10,8 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from modules.batch import FeatureSpec
-from modules.config import ModelConfig, from_saved
+from modules.config import ModelConfig, check_options, check_types, from_saved
 from modules.layers.embedding.tokens import FeatureEmbedding, LocalEmbedding
 from modules.models import CONFIGS, CustomConfig, build
 from modules.models.ranking import RankingModel
@@ -67,7 +69,8 @@ class PretrainedModel(RankingModel):
                 f"{folder / CONFIG} is of a model of your own, {config.name}, and no folder decides what is imported: "
                 f"import {config.name.rpartition('.')[0]} first, if you trust it"
             )
-        model = cls(config, spec, "meta")
+        with _understood(folder):
+            model = cls(config, spec, "meta")
         _assign(model, folder, "")
         return model.eval().to(device)
 
@@ -95,9 +98,19 @@ def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
 def load_embedding(folder: Path) -> LocalEmbedding:
     """The embedding of a folder's model alone: it takes no code of the model."""
     config, spec = read_description(folder)
-    embedding = LocalEmbedding(spec, config.dim, "meta", config.table_dims, managed_tables=config.managed_tables)
+    with _understood(folder):
+        embedding = LocalEmbedding(spec, config.dim, "meta", config.table_dims, managed_tables=config.managed_tables)
     _assign(embedding, folder, "embedding.")
     return embedding.eval()
+
+
+@contextmanager
+def _understood(folder: Path) -> Iterator[None]:
+    """Sizes that no tensor has are ValueErrors, which name the file."""
+    try:
+        yield
+    except (RuntimeError, TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"{folder / CONFIG} describes no model that can be built: {error}") from error
 
 
 def _assign(module: nn.Module, folder: Path, prefix: str) -> None:
@@ -118,15 +131,23 @@ def read_description(folder: Path) -> tuple[ModelConfig, FeatureSpec]:
     try:
         about = json.loads(path.read_text())
         version, model, spec = about["format"], dict(about["model"]), FeatureSpec.from_dict(about["spec"])
+        kind = CONFIGS.get(model.get("name", ""), CustomConfig)
     except OSError as error:
         raise ValueError(
             f"{folder} holds no exported model ({error}); write one with train.commands.export, or save_pretrained"
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not what save_pretrained writes ({error!r}); export the model anew") from error
     if version != FORMAT:
         raise ValueError(f"{path} has format {version}, this version reads {FORMAT}; export the model anew")
-    return from_saved(CONFIGS.get(model.get("name", ""), CustomConfig), model, "model"), spec
+    try:
+        config = from_saved(kind, model, "model")
+        for part, name in ((config, "model"), (spec, "spec")):
+            check_types(part, name)
+        check_options(config, "model")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; export the model anew") from error
+    return config, spec
 
 
 def is_importable(config: ModelConfig) -> bool:

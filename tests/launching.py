@@ -26,7 +26,6 @@ TINY = (
     "model.num_layers=2",
     "model.head_hidden=[16]",
     "model.interaction_hidden=[16]",
-    "model.dcn_rank=8",
     "data.batch_size=16",
     "data.num_requests=512",
     "data.num_users=100",

@@ -58,7 +58,7 @@ class LayoutRun(SpeedRun):
 
     def _step(self, batches: Iterator[RequestBatch]) -> None:
         super()._step(batches)
-        print(f"step {self.progress.step}", flush=True)  # where a run that hangs was
+        print(f"{time.strftime('%X')} step {self.progress.step}", flush=True)  # where a run that hangs was, since when
         if self.world.device.type == "cuda":
             self.ends.append(torch.cuda.Event(enable_timing=True))
             self.ends[-1].record()

@@ -2,7 +2,8 @@
 
 Fresh models on generated requests: a user with 100 events, and candidates with two ids, a list of tags and two numbers.
 Calls go through the ASGI application, from the body to the answer, without a network. One thread of PyTorch a call.
-`--clients` compares batches of concurrent calls with calls by themselves. `--load` has 200 clients for a minute, with a
+`--clients` compares batches of concurrent calls with calls by themselves: of clients that wait for their answers, and
+of calls that come at random, at 70 % of the highest rate that is borne. `--load` has 200 clients for a minute, with a
 tenth of their calls wrong.
 """
 
@@ -46,6 +47,10 @@ CANDIDATES = (10, 100, 1000)
 CLIENTS = (1, 16, 64)
 BATCHED = (0, 5)
 """Milliseconds that a call waits for others."""
+TRIAL, MEASURED = 15, 60
+"""Seconds that calls come at a rate, to see whether it is borne, and for its times."""
+SHARE = 0.7
+"""Of the highest rate that is borne."""
 MODELS: dict[str, ModelConfig] = {
     "dlrm": DLRM.Config(dim=32),
     "din": DIN.Config(dim=32),
@@ -178,6 +183,57 @@ def concurrent(service: Service, body: bytes) -> Iterator[dict[str, float]]:
             yield row | {"calls_per_second": len(calls) / wall, "cpu_ms": 1e3 * cpu / len(calls)}
 
 
+def used() -> float:
+    """Seconds that the host's processors have worked."""
+    user, nice, system, _, _, *others = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
+    return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
+
+
+async def arrivals(service: Service, body: bytes, rate: float, seconds: float, wait: int) -> dict[str, float]:
+    """Calls that come at random, `rate` a second, whether others are answered or not. Times are from when one is due;
+    `open` are those without an answer when the last one has come, and `others` the processors that other work took."""
+    app = App(service, most_waiting=1 << 20, batch_milliseconds=wait)
+    due = np.cumsum(np.random.default_rng(0).exponential(1 / rate, round(rate * seconds)))
+    before, own, start = used(), time.process_time(), time.perf_counter()
+    times: list[float] = []
+
+    async def one(moment: float) -> None:
+        await call(app, body)
+        times.append(time.perf_counter() - start - moment)
+
+    calls = []
+    for moment in due.tolist():
+        await asyncio.sleep(max(0.0, start + moment - time.perf_counter()))
+        calls.append(asyncio.create_task(one(moment)))
+    left = len(calls) - len(times)
+    await asyncio.gather(*calls)
+    wall, cpu = time.perf_counter() - start, time.process_time() - own
+    p50, p99 = (1e3 * np.quantile(times, (0.5, 0.99))).tolist()
+    found = {"arrivals_per_second": rate, "seconds": seconds, "batch_milliseconds": wait, "calls": len(calls)}
+    found |= {"open": left, "p50_ms": p50, "p99_ms": p99, "cpu_ms": 1e3 * cpu / len(calls)}
+    return found | {"others": (used() - before - cpu) / wall}
+
+
+def highest(service: Service, body: bytes, wait: int) -> float:
+    """The most calls a second, to 5 %, of which less than a second's are open after `TRIAL` seconds."""
+
+    def borne(rate: float) -> bool:
+        return asyncio.run(arrivals(service, body, rate, TRIAL, wait))["open"] < rate
+
+    rate = 8.0
+    while borne(2 * rate):
+        rate *= 2
+    for step in (2**0.5, 2**0.25, 2**0.125, 2**0.0625):
+        rate *= step if borne(rate * step) else 1
+    return rate
+
+
+def borne(service: Service, body: bytes) -> Iterator[dict[str, float]]:
+    for wait in BATCHED:
+        most = highest(service, body, wait)
+        yield {"highest": most} | asyncio.run(arrivals(service, body, SHARE * most, MEASURED, wait))
+
+
 async def load(service: Service, request: dict[str, Any], seconds: float = 60, clients: int = 200) -> dict[str, Any]:
     """Answers by status, and MiB of memory in use after each sixth of the time."""
     app = App(service, most_waiting=clients, batch_milliseconds=5)
@@ -213,7 +269,7 @@ def main() -> None:
     mode.add_argument("--load", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    table = rows()
+    before, table = os.getloadavg()[0], rows()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         pq.write_table(pa.Table.from_pylist(table), folder / "rows.parquet")
@@ -231,12 +287,14 @@ def main() -> None:
             if options.clients:
                 body = json.dumps({**request, "candidates": table[:10]}).encode()
                 found += [{"model": name, "candidates": 10} | row for row in concurrent(service, body)]
+                if name == "interformer":
+                    found += [{"model": name, "candidates": 10} | row for row in borne(service, body)]
             elif options.load:
                 found.append({"model": name} | asyncio.run(load(service, {**request, "candidates": table[:10]})))
             else:
                 found += measure(name, service, request, table[: max(CANDIDATES)])
             print(json.dumps(found[-6:], indent=1))
-    about = {"processor": platform.processor() or platform.machine(), "threads_of_pytorch": 1}
+    about = {"processor": platform.processor() or platform.machine(), "threads_of_pytorch": 1, "load_before": before}
     write_json(options.out, about | {"versions": versions.collect(), "width": 32, "events": EVENTS, "rows": found})
 
 

@@ -33,6 +33,7 @@ from train.checkpoint import load as checkpoint
 from train.config.schema import Config
 from train.data import build_source
 from train.data.source import Source
+from train.data.storage.store import ByFirst
 from train.data.summary import summarise
 from train.metrics.collection import OwnMetric, own_metrics
 from train.optim import guarded, schedule
@@ -86,6 +87,19 @@ class Job:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.config.precision.name != "fp32")
 
 
+def planned(
+    config: Config, ranks: int = 1, by_first: ByFirst = lambda make: make()
+) -> tuple[Source, TaskLosses, FeatureSpec, str]:
+    """What a run reads, learns and builds its architecture for, with a sentence on what it chose where `config` leaves
+    keys open, which are then set in it."""
+    if isinstance(config.model, RetrievalConfig):
+        config.data.leave_out_statistics()
+    source = build_source(config.data, by_first)
+    chosen = length.settle(config, source.num_requests("train"), source.num_requests("valid") > 0, ranks)
+    losses = TaskLosses(config.tasks, source.spec.tasks)
+    return source, losses, output_spec(source.spec, losses), chosen
+
+
 def build(config: Config, world: World) -> Job:
     """Prepare the data, then build, quantise and shard the model. Equal seeds give equal models on any rank."""
     dispatch.force(config.runtime.kernels)
@@ -94,18 +108,16 @@ def build(config: Config, world: World) -> Job:
     precision.settle(config.precision, world)
     metrics = own_metrics(config.tracking.metrics)
     torch.manual_seed(config.runtime.seed)
-    if isinstance(config.model, RetrievalConfig):
-        config.data.leave_out_statistics()
-    source = build_source(config.data, world.by_first)
-    length.settle(config, source.num_requests("train"), source.num_requests("valid") > 0, world.size)
+    source, losses, spec, chosen = planned(config, world.size, world.by_first)
+    if chosen:
+        log.info(chosen)
     if world.is_first:
         splits, features = summarise(source, config.data.dated)
         log.info("data: %s\n%s", config.data.name, splits)
         log.debug("features:\n%s", features)
-    losses = TaskLosses(config.tasks, source.spec.tasks)
     losses.check_labels(source.label_bounds())
     with torch.device(world.device):
-        arch = build_arch(config.model, output_spec(source.spec, losses))
+        arch = build_arch(config.model, spec)
     # Before layers are quantised, captured or spread over ranks.
     forward_flops = count_flops(arch, source.spec, config.model.dim)
     if losses.next_item:

@@ -60,6 +60,7 @@ VARLEN_CHIPS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0))
 # Wider heads have no backward on some of the chips above.
 MAX_VARLEN_HEAD = 192
 UNSTRUCTURED = "has no targets, contextual tokens, prefixes or masks aligned to the end"
+WITHOUT_LSE = "has neither sinks nor a log-sum-exp with gradients"
 POSITIVE_SCALE = "needs a positive scale: it masks scores before they are scaled"
 
 
@@ -86,6 +87,8 @@ def jagged_attention(
     q_times: Tensor | None = None,
     k_times: Tensor | None = None,
     time_bucket_width: float = BUCKET_WIDTH,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor:
     """Softmax attention of each row's queries over the same row's keys.
@@ -113,8 +116,12 @@ def jagged_attention(
     - `time_bias` [H, T]: column `time_bucket(q_times[i] - k_times[j], T, time_bucket_width)`, for `q_times` [Nq] and
       `k_times` [Nk] of an integer dtype, in seconds.
 
-    No row has more than max_q queries or max_k keys. In an autocast region the operands take its dtype; tables are used
-    in float32.
+    `sinks` [H] are scores whose values are zeros: exp(sinks[h]) is added to the denominator of each softmax of head h.
+    With `return_lse` the result is (out, lse): the logarithm of the denominators [H, Nq], in float32 or wider, -inf for
+    a query that sees no key, and has no sink. It has gradients, which cost a second run of the backward kernel.
+
+    No row has more than max_q queries or max_k keys. In an autocast region the operands take its dtype; tables and
+    sinks are used in float32.
     """
     check_heads(q, k, v)
     check_offsets(q.shape[0], q_offsets)
@@ -132,6 +139,12 @@ def jagged_attention(
         mask, q_offsets, k_offsets, num_targets, contextual, prefix, target_window, align
     ):
         features["structure"] = structure
+    if sinks is not None:
+        if sinks.shape != q.shape[1:2] or not sinks.is_floating_point():
+            raise ValueError(f"sinks must be floating [{q.shape[1]}], got {tuple(sinks.shape)} {sinks.dtype}")
+        features["sinks"] = sinks.to(torch.promote_types(q.dtype, torch.float32))
+    if return_lse:
+        features["return_lse"] = True
     chosen = dispatch.choose_backend(
         "jagged_attention",
         backend,
@@ -147,6 +160,7 @@ def jagged_attention(
         query_rows=min(max_q * q.shape[1] // k.shape[1], 64),  # of a key head; many count as 64
         named=backend,
         **{"structured": True} if structure else {},
+        **{"with_lse": True} if return_lse or sinks is not None else {},
     )
     if not chosen.checks_lengths:
         check_lengths(q_offsets, max_q, "max_q")
@@ -216,6 +230,7 @@ def _varlen(
     chips: tuple[tuple[int, int], ...] = VARLEN_CHIPS,
     widest: int = MAX_VARLEN_HEAD,
     structured: bool = False,
+    with_lse: bool = False,
     **_: Hashable,
 ) -> str | None:
     if reason := dispatch.needs_capability(device, capability, *chips) or dispatch.needs_dtype(dtype, *dispatch.HALF):
@@ -228,6 +243,8 @@ def _varlen(
         return "has neither block-local attention nor biases"
     if structured:
         return UNSTRUCTURED
+    if with_lse:
+        return WITHOUT_LSE
     if not positive_scale:
         return POSITIVE_SCALE
     if masked and not same_offsets:
@@ -235,7 +252,7 @@ def _varlen(
     return None
 
 
-def _flash_attention_4(*, named: str | None = None, **facts: Any) -> str | None:
+def _flash_attention_4(*, named: str | None = None, with_lse: bool = False, **facts: Any) -> str | None:
     if reason := _varlen(**facts, chips=((9, 0),), widest=256):
         return reason
     request = dispatch.requested("jagged_attention", named)
@@ -279,12 +296,15 @@ def _padded(
     block_local: bool,
     biased: bool,
     structured: bool = False,
+    with_lse: bool = False,
     **_: Hashable,
 ) -> str | None:
     if device != "cuda":
         return f"is compiled for CUDA devices, the tensors are on {device}"
     if structured:
         return UNSTRUCTURED
+    if with_lse:
+        return WITHOUT_LSE
     if masked and not same_offsets:
         return "has causal and window masks only where q_offsets is k_offsets"
     return "has neither block-local attention nor biases" if block_local or biased else None
@@ -321,6 +341,7 @@ def _flops(
     mask: Mask,
     bias: object = None,
     structure: Structure | None = None,
+    **_: object,
 ) -> float:
     offsets = queries.offsets, keys.offsets
     pairs = attended_pairs(*offsets, mask) if structure is None else structure.pairs(mask, *offsets)

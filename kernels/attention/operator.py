@@ -11,15 +11,24 @@ an operator of PyTorch takes apart, since it takes only tensors and numbers. out
 is the natural logarithm of sum over seen keys of exp(scale q k + bias), +inf for a query that sees none. q, k and v
 have one dtype and any strides, grad_out too. A backend with features also takes `bias` and `structure`, each None for
 none. If there is a bias, it returns the gradients of the two tables after dv, an empty tensor for a table that is None.
+
+Sinks and gradients of lse need nothing of kernels. With s a score and dp = grad_out v,
+
+    out = sum p v,    ds = p (dp - grad_out out + dlse),    p = exp(s - lse)
+
+hold with sinks in lse as without, and a sink is a score whose v is zero. Without dlse that is what the backward kernel
+computes from such an out and lse; dlse it computes in a second call, as dp of values of one beside an out of zero.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernels.attention.bias import Bias
 from kernels.attention.gradients import contiguous_gradients
@@ -46,7 +55,7 @@ def attention_operator(
     *,
     features: bool = True,
     gradients: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]] = contiguous_gradients,
-) -> Callable[..., Tensor]:
+) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
     """A function with the signature of the reference, for `dispatch.Backend`, made of the two kernels above.
 
     Without `features` it has neither blocks nor bias nor structure, which saves the host a third of the arguments.
@@ -55,11 +64,16 @@ def attention_operator(
     schema = f"{_TENSORS}{FEATURES}{_SIZES}, SymInt? block_size" if features else _TENSORS + _SIZES
     results = ", ".join(["Tensor"] * (5 if features else 3))
     saved = NUM_TENSORS if features else 5
+    of_kernels = schema.count(",") + 1  # arguments; sinks follow, which PyTorch leaves out where they are the default
     arguments = _with_features if features else _packed
 
-    @custom_op(f"gemsmith::jagged_attention_{name}", schema=f"({schema}) -> (Tensor, Tensor)")
+    @custom_op(f"gemsmith::jagged_attention_{name}", schema=f"({schema}, Tensor? sinks=None) -> (Tensor, Tensor)")
     def attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return forward(q, k, v, *arguments(*rest))
+        out, lse = forward(q, k, v, *arguments(*rest[: of_kernels - 3]))
+        if (sinks := (*rest, None)[of_kernels - 3]) is None:
+            return out, lse
+        sinks = sinks[:, None]
+        return out.mul_((lse - sinks).sigmoid().t()[:, :, None]), lse.logaddexp(sinks)
 
     @attend.register_fake
     def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -83,19 +97,31 @@ def attention_operator(
         return *gradients(q, k, v), *of_tables
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.constants = inputs[saved:]
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)  # lse has no gradient: zeros would be made for nothing
-        ctx.save_for_backward(*inputs[:saved], *output)
+        ctx.constants = inputs[saved:of_kernels]
+        sinks = (*inputs, None)[of_kernels]
+        ctx.set_materialize_grads(False)  # mostly lse has no gradient: zeros would be made for nothing
+        ctx.save_for_backward(*inputs[:saved], sinks, *output)
 
-    def differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad is None:
-            return (None,) * (saved + len(ctx.constants))
-        *inputs, out, lse = ctx.saved_tensors
-        dq, dk, dv, *tables = attend_backward(grad, out, lse, *inputs, *ctx.constants)
+    def differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *inputs, sinks, out, lse = ctx.saved_tensors
+        of_inputs: tuple[Tensor | None, ...] = (None,) * 3
+        if grad is not None:
+            of_inputs = attend_backward(grad, out, lse, *inputs, *ctx.constants)
+        if grad_lse is not None:
+            q, k, v, *others = inputs
+            weights, ones = _as_values(grad_lse, v)
+            more = attend_backward(weights, torch.zeros_like(out), lse, q, k, ones, *others, *ctx.constants)
+            more = (*more[:2], None, *more[3:])
+            of_inputs = more if grad is None else tuple(map(_sum, of_inputs, more))
+        of_sinks = None
+        if sinks is not None and ctx.needs_input_grad[-1] and (grad is not None or grad_lse is not None):
+            of_lse = 0 if grad_lse is None else grad_lse
+            delta = 0 if grad is None else (grad * out).sum(-1, dtype=lse.dtype).t()
+            of_sinks = ((sinks[:, None] - lse).exp() * (of_lse - delta)).sum(1)
+        dq, dk, dv, *tables = of_inputs
         of_tables = [table if inputs[place] is not None else None for place, table in enumerate(tables, 5)]
         others = saved + len(ctx.constants) - 5 - len(tables)
-        return dq, dk, dv, None, None, *of_tables, *(None,) * others
+        return dq, dk, dv, None, None, *of_tables, *(None,) * others, of_sinks
 
     attend.register_autograd(differentiate, setup_context=save)
 
@@ -109,13 +135,31 @@ def attention_operator(
         mask: Mask,
         bias: Bias | None = None,
         structure: Structure | None = None,
-    ) -> Tensor:
+        sinks: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         (q_offsets, max_q), (k_offsets, max_k) = queries, keys
-        if not features:
-            return attend(q, k, v, q_offsets, k_offsets, max_q, max_k, scale, *mask[:3])[0]
-        return attend(q, k, v, q_offsets, k_offsets, *packed_features(bias, structure), max_q, max_k, scale, *mask)[0]
+        sizes = (max_q, max_k, scale, *mask) if features else (max_q, max_k, scale, *mask[:3])
+        own = packed_features(bias, structure) if features else ()
+        out, lse = attend(q, k, v, q_offsets, k_offsets, *own, *sizes, sinks)
+        if not return_lse:
+            return out
+        return out, torch.where(lse == math.inf, -math.inf if sinks is None else sinks[:, None], lse)
 
     return call
+
+
+def _as_values(grad_lse: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(grad_out, values): their products are grad_lse, whatever the key. Half precision takes it in two parts."""
+    exact, padding = grad_lse.t(), (0, v.shape[2] - 2)  # of -1 features where one must do
+    first = exact.to(v.dtype)
+    weights = torch.stack([first, (exact - first).to(v.dtype)], 2)
+    return pad(weights, padding), pad(v.new_ones(*v.shape[:2], 2), padding)
+
+
+def _sum(gradient: Tensor, other: Tensor | None) -> Tensor:
+    """In place, since gradients may be parts of one tensor, as `gradients` lays them out."""
+    return gradient if other is None else gradient.add_(other)
 
 
 def _packed(

@@ -24,7 +24,9 @@ def jagged_attention(
     mask: Mask,
     bias: Bias | None = None,
     structure: Structure | None = None,
-) -> Tensor:
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """As the public function."""
     (q_offsets, max_q), (k_offsets, max_k) = (Rows(rows.offsets, padded_length(*rows)) for rows in (queries, keys))
     k, v = repeat_heads(k, q.shape[1]), repeat_heads(v, q.shape[1])
@@ -43,15 +45,24 @@ def jagged_attention(
     else:
         shown, *places = structure.padded(mask, q_offsets, k_offsets, i, j)
         seen = seen & shown
-    seen = (seen | (~seen.any(-1, keepdim=True) & (j == nowhere)))[:, None]
-    if bias is None:
+    blind = ~seen.any(-1, keepdim=True)
+    seen = (seen | (blind & (j == nowhere)))[:, None]
+    if bias is None and sinks is None and not return_lse:
         out = _attend(q_padded, k_padded, v_padded, seen, scale)
-    else:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        scores = (q_padded @ k_padded.transpose(2, 3)).to(wide) * scale
-        scores = scores + padded_bias(bias, *places, q_offsets, k_offsets, max_q, max_k + 1)
-        out = scores.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype) @ v_padded
-    return padded_to_jagged(out.transpose(1, 2), q_offsets, q.shape[0])
+        return padded_to_jagged(out.transpose(1, 2), q_offsets, q.shape[0])
+    wide = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast("cuda" if q.is_cuda else "cpu", enabled=False):
+        scores = q_padded.to(wide) @ k_padded.to(wide).transpose(2, 3) * scale
+        if bias is not None:
+            scores = scores + padded_bias(bias, *places, q_offsets, k_offsets, max_q, max_k + 1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        out, lse = scores.softmax(-1) @ v_padded.to(wide), scores.logsumexp(-1)
+        nothing = -torch.inf if sinks is None else sinks[:, None]
+        if sinks is not None:
+            out, lse = out * (lse - nothing).sigmoid()[..., None], lse.logaddexp(nothing)
+        lse = torch.where(blind[:, None, :, 0], nothing, lse).transpose(1, 2)
+    out = padded_to_jagged(out.to(v.dtype).transpose(1, 2), q_offsets, q.shape[0])
+    return (out, padded_to_jagged(lse, q_offsets, q.shape[0]).t()) if return_lse else out
 
 
 def attention_pool(q: Tensor, values: Tensor, queries: Rows, keys: Rows, scale: float) -> Tensor:

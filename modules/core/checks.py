@@ -11,7 +11,7 @@ from kernels.jagged import check_lengths
 PADDED = "; rows of padded [B, L, d] become jagged by kernels.jagged.padded_to_jagged"
 
 
-def check_tokens(tokens: Tensor, width: int, layer: nn.Module | None = None, name: str = "values") -> None:
+def check_tokens(tokens: Tensor, width: int, layer: nn.Module | None = None) -> None:
     """ValueError unless `tokens` are jagged, [N, width], and `layer`, which takes them first, multiplies their dtype.
 
     Padded tokens would be taken for jagged ones where their number happens to fit.
@@ -20,8 +20,8 @@ def check_tokens(tokens: Tensor, width: int, layer: nn.Module | None = None, nam
         return
     if tokens.dim() != 2 or tokens.shape[1] != width:
         hint = PADDED if tokens.dim() == 3 else ""
-        raise ValueError(f"{name} must be [N, dim={width}] beside their offsets, got {list(tokens.shape)}{hint}")
-    check_dtype(tokens, layer, name)
+        raise ValueError(f"values must be [N, dim={width}] beside their offsets, got {list(tokens.shape)}{hint}")
+    check_dtype(tokens, layer, "values")
 
 
 def check_dtype(x: Tensor, layer: nn.Module | None, name: str) -> None:

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
-from typing import cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,10 @@ MOST_PAIRS = 4
 """Pairs of candidate and event that are held at a time, for each event of the batch."""
 LEAST_PAIRS = 1 << 14
 """Pairs of which it does not pay to hold fewer."""
+UNIT_HIDDEN = [64]
+"""Hidden widths of an activation unit."""
+BOTTOM_HIDDEN = [64]
+"""Those of DLRM's bottom MLP."""
 
 
 class ActivationUnit(nn.Module):
@@ -58,12 +62,12 @@ class ActivationUnit(nn.Module):
     event than `MOST_PAIRS` for each event, they are made for some candidates at a time, and again in the backward.
     """
 
-    def __init__(self, spec: FeatureSpec, event: EventType, dim: int, hidden: Sequence[int]) -> None:
+    def __init__(self, spec: FeatureSpec, event: EventType, dim: int) -> None:
         super().__init__()
         tables = [feature.table for feature in spec.candidate]
         self.matches = [tables.index(field.table) if field.table in tables else None for field in event.fields]
         self.width = len(event.fields) * dim
-        self.score = MLP(4 * self.width, hidden, 1)
+        self.score = MLP(4 * self.width, UNIT_HIDDEN, 1)
 
     def forward(self, candidate: Tensor, sequence: JaggedSequence, rows: CandidateRows) -> Tensor:
         """candidate [C, n_c, d], sequence values [N, fields * d] at R rows -> [C, fields * d]; no event gives zeros.
@@ -97,7 +101,7 @@ class ActivationUnit(nn.Module):
     def _parts(self, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Of the first layer's result that of each query, with the bias, and of each key; None if it must be called."""
         first, *rest = self.score
-        if not (is_vanilla(first, nn.Linear) and all(is_vanilla(layer, nn.SiLU) for layer in rest[:1])):
+        if not (is_vanilla(first, nn.Linear) and is_vanilla(rest[0], nn.SiLU)):
             return None, None
         of_query, of_key, of_difference, _ = first.weight.chunk(4, dim=1)
         return (
@@ -121,13 +125,12 @@ class ActivationUnit(nn.Module):
         first, *rest = self.score
         if of_query is None or of_key is None:
             query = expand_rows(query, ends, key.shape[0])
-            weight = first(torch.cat([query, key, query - key, products], dim=1))
-            weight = rest[0](weight) if rest else weight
+            weight = rest[0](first(torch.cat([query, key, query - key, products], dim=1)))
         else:
             of_product = cast(nn.Linear, first).weight[:, -self.width :]
             of_pair = jagged_linear(products, ends, of_product, None, of_query)
             of_key, _ = jagged_index_select(of_key, offsets, owner, key.shape[0])
-            weight = jagged_elementwise(of_pair, of_key, "add", "silu" if rest else "none")
+            weight = jagged_elementwise(of_pair, of_key, "add", "silu")
         for layer in self.layers:
             weight = layer(weight)
         return segment_sum(weight * key, ends)
@@ -151,8 +154,9 @@ class DIN(Ranker):
     @dataclass(kw_only=True)
     class Config(ModelConfig):
         name: str = "din"
-        attention_hidden: list[int] = option([64], least=1)
         hidden: list[int] = option([128, 64], least=1)
+
+        retired: ClassVar[dict[str, Any]] = {"attention_hidden": UNIT_HIDDEN}
 
         def graphs_refusal(self) -> str | None:
             return "model=din: its sizes are read from the device; use runtime.cuda_graphs=false"
@@ -161,7 +165,7 @@ class DIN(Ranker):
         super().__init__()
         dim = config.dim
         self.events = spec.histories
-        units = nn.ModuleList(ActivationUnit(spec, event, dim, config.attention_hidden) for event in spec.histories)
+        units = nn.ModuleList(ActivationUnit(spec, event, dim) for event in spec.histories)
         self.units = cast("Sequence[ActivationUnit]", units)
         of_request = (spec.num_request_tokens + spec.num_vendor_tokens) * dim
         of_candidate = _num_tokens(spec) * dim - of_request
@@ -191,15 +195,17 @@ class DCNv2(Ranker):
     @dataclass(kw_only=True)
     class Config(FeedForwardConfig, FeatureInteractionConfig):
         name: str = "dcnv2"
-        num_cross_layers: int = 3
+        num_layers: int = 3  # of the cross network
         rank: int = 32
         hidden: list[int] = option([128, 64], least=1)
+
+        moved: ClassVar[dict[str, str]] = {"num_cross_layers": "num_layers"}
 
     def __init__(self, spec: FeatureSpec, config: Config) -> None:
         super().__init__()
         self.interaction = config.make_interaction(spec)
         width = (_num_tokens(spec) + self.interaction.num_tokens) * config.dim
-        self.cross = CrossNet(width, config.num_cross_layers, config.rank)
+        self.cross = CrossNet(width, config.num_layers, config.rank)
         self.deep = MLP(width, config.hidden, dropout=config.dropout)
         deep = config.hidden[-1] if config.hidden else width
         self.feed_forward = config.make_feed_forward(deep)
@@ -230,15 +236,17 @@ class DLRM(Ranker):
     @dataclass(kw_only=True)
     class Config(FeatureInteractionConfig):
         name: str = "dlrm"
-        bottom_hidden: list[int] = option([64], least=1)
-        top_hidden: list[int] = option([128, 64], least=1)
+        hidden: list[int] = option([128, 64], least=1)  # of the top MLP
+
+        retired: ClassVar[dict[str, Any]] = {"bottom_hidden": BOTTOM_HIDDEN}
+        moved: ClassVar[dict[str, str]] = {"top_hidden": "hidden"}
 
     def __init__(self, spec: FeatureSpec, config: Config) -> None:
         super().__init__()
         dim, dropout = config.dim, config.dropout
         self.request_dense, self.candidate_dense = bool(spec.request_dense), bool(spec.candidate_dense)
         num_dense = self.request_dense + self.candidate_dense
-        self.bottom = MLP(num_dense * dim, config.bottom_hidden, dim, dropout) if num_dense else None
+        self.bottom = MLP(num_dense * dim, BOTTOM_HIDDEN, dim, dropout) if num_dense else None
         # All tokens in the order of the top MLP's weights: the dense one, then the request's, then the candidate's.
         self.interaction = config.make_interaction(spec)
         made = self.interaction.num_tokens
@@ -254,7 +262,7 @@ class DLRM(Ranker):
         of_request = dim * (self.request_dense and not self.candidate_dense) + math.comb(len(request), 2)
         self.heads = TaskHeads(
             len(order) - of_request,
-            config.top_hidden,
+            config.hidden,
             spec.num_outputs,
             dropout,
             of_request,

@@ -53,7 +53,7 @@ def test_the_dense_part_is_that_of_its_layout() -> None:
     assert sharded["dense optimiser"] == pytest.approx(weights / 2, rel=0.01)
     assert "averaged weights" not in sharded
     routed = [report("model=interformer_moe", *options, ranks=4) for options in ((), ("parallel.expert_ranks=4",))]
-    model = model_of(config("model=interformer_moe"), build_source(config().data))
+    model = model_of(config("model=interformer_moe"), source := build_source(config().data), source.spec)
     of_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     saved = routed[0].parts["dense weights"] - routed[1].parts["dense weights"]
     assert saved == of_experts * 4 * 3 // 4

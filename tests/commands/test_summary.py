@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.launching import EVENTS_DLRM
 from train.commands import summary
 from train.config.places import CONFIGS
 
@@ -31,6 +34,23 @@ def test_auto_is_that_of_the_chip() -> None:
     assert narrow[0].precision == "bfloat16, float32"
     here = {cost.name: cost.precision for cost in summary.main([*model, *TINY]).costs}
     assert here["history"] == "mxfp8_g128"  # on a CPU everything is, to study the numbers
+
+
+def test_it_builds_what_a_run_would_choose_by_the_size_of_its_data(tmp_path: Path) -> None:
+    rows = [f"u{row % 7},{row},i{row % 5},{row % 3}" for row in range(100)]
+    (tmp_path / "rows.csv").write_text("\n".join(["user,time,item,click", *rows]))
+    options = [*EVENTS_DLRM, "model=interformer", f"data.root={tmp_path}", f"data.cache_dir={tmp_path}/cache"]
+    options += ["data.files=[rows.csv]", "data.real_labels=[click]", "+tasks.click={loss: classes, number: 3}"]
+    found = summary.main(options)
+    assert " training requests: " in found.notes[-1]
+    assert "model.dropout=0.2 model.plain_head=True" in found.notes[-1]
+    assert found.notes[-1] in str(found)
+    given = summary.main([*options, "model.dropout=0.2", "model.plain_head=true"])
+    assert (found.costs, "model." in given.notes[-1]) == (given.costs, False)
+    without = summary.main([*options, "model.plain_head=false"]).costs[0].parameters
+    assert without < found.costs[0].parameters
+    # Three classes have three logits, which a run builds as well.
+    assert summary.main([*options, "tasks.click.number=4"]).costs[0].parameters > found.costs[0].parameters
 
 
 def test_a_chip_is_a_capability() -> None:

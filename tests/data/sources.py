@@ -11,6 +11,7 @@ from modules.batch import RequestBatch
 from train.config.schema import EventsConfig
 from train.data import build_source
 from train.data.source import PreparedSource, Source
+from train.data.synthetic import SyntheticSource, _below, _bits
 
 
 def events_config(folder: Path, **settings: Any) -> EventsConfig:
@@ -32,3 +33,10 @@ def source_of(config: EventsConfig) -> PreparedSource:
 def whole(source: Source, split: str = "train") -> RequestBatch:
     """A split as one batch."""
     return source.batch(split, np.arange(source.num_requests(split)))
+
+
+class JitteredSource(SyntheticSource):
+    """Whose requests have 0 to `data.candidates` candidates."""
+
+    def _counts(self, key: np.ndarray) -> np.ndarray:
+        return _below(_bits(key, "count"), self.config.candidates + 1)

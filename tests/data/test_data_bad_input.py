@@ -9,8 +9,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.sources import events_config, whole
-from train.config.schema import DataConfig, EventsConfig, HistoryConfig, JoinConfig, MovieLensConfig, SyntheticConfig
+from tests.data.sources import JitteredSource, events_config, whole
+from train.config.schema import (
+    DataConfig,
+    EventsConfig,
+    HistoryConfig,
+    JoinConfig,
+    MovieLensConfig,
+    SyntheticConfig,
+    TransformConfig,
+)
 from train.data import PreparedSource, build_source
 from train.data.features import columns
 from train.data.loading.loader import LoaderOptions, build_loader
@@ -287,7 +295,7 @@ def test_empty_history(tmp_path, caplog):
 
 
 def test_requests_without_candidates():
-    source = build_source(SyntheticConfig(candidates=1, candidate_jitter=True, num_requests=200))
+    source = JitteredSource(SyntheticConfig(candidates=2, num_requests=200))
     batch = whole(source)
     counts = batch.candidate_offsets.diff()
     assert {0, 1, 2} == set(counts.tolist())
@@ -394,6 +402,34 @@ def test_joined_table_with_a_repeated_key_or_a_bad_value(tmp_path):
         ({"candidate_categorical": ["item", "item"]}, "repeated: .'item'."),
         ({"candidate_numeric": ["price", "click"]}, "data.labels.click is read from column 'click', which"),
         ({"labels": {"dear": "price >= 0.1"}}, "data.labels.dear is read from column 'price', which is a feature"),
+        *(
+            (
+                {
+                    "candidate_categorical": ["item", "x"],
+                    "transforms": {"x": TransformConfig(**made), "y": TransformConfig(copy="click")},
+                    "histories": {"a": HistoryConfig(["y"])},
+                },
+                "data.labels.click is read from column 'click', which data.transforms or data.joins make features of",
+            )
+            for made in ({"copy": "click"}, {"cross": ["item", "y"]}, {"bucketize": "click", "edges": [0.5]})
+        ),
+        ({"joins": [JoinConfig(["events.csv"], "click", "item")]}, "data.labels.click is read from .* data.joins make"),
+        (
+            {
+                "candidate_numeric": ["price", "late"],
+                "transforms": {"late": TransformConfig(log="time_of")},
+                "known_at": {"click": "time_of"},
+            },
+            "data.known_at.click is column 'time_of', which a feature is made of, too",
+        ),
+        (
+            {"statistics": {"s": {"by": ["y"]}}, "transforms": {"y": TransformConfig(copy="click")}},
+            "names the label column 'click'",
+        ),
+        ({"statistics": {"s": {"by": ["item"], "half_life": 1e-300}}}, "half_life=1e-300 must be 0, or at least a sec"),
+        ({"candidate_numeric": ["price", "price"]}, "column 'price' of numbers is named twice"),
+        ({"missing_fill": {"price": 1e300}}, "data.missing_fill.price=1e.300 must be a finite number that float32 can"),
+        ({"display": {"price": -1e39}}, "data.display.price=-1e.39 must be a finite number that float32 can hold"),
         ({"user": None, "request": "item", "histories": {}}, "data.user=item"),
         (
             {"request_categorical": [], "candidate_categorical": [], "histories": {}},
@@ -407,6 +443,15 @@ def test_joined_table_with_a_repeated_key_or_a_bad_value(tmp_path):
 def test_schemas_that_make_no_sense(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         build_source(config_of(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("letter", ["c", "/", "ü"])
+def test_a_name_that_no_file_can_have(tmp_path, letter):
+    text = "\n".join([f"{HEADER},{letter * 300}", *(f"{row},1" for row in ROWS)])
+    columns = {"text": text, "candidate_categorical": ["item", letter * 300]}
+    with pytest.raises(ValueError, match=rf"'{letter * 40}'\.\.\. is a name of 300 letters, .*: rename the column"):
+        build_source(config_of(tmp_path, **columns))
+    build_source(config_of(tmp_path, **columns, tables={letter * 300: "short"}))
 
 
 def test_other_sources(tmp_path):

@@ -152,7 +152,7 @@ def test_wrong_keys_are_named(tmp_path):
     for changes, message in (
         ({"known_at": {"like": KNOWN}}, "data.known_at names 'like', which is no task"),
         ({"known_at": {"buy": "sold_at"}}, "no column 'sold_at'"),
-        ({"known_at": {"buy": "item"}, "time_format": "%Y-%m-%d"}, "expected a time"),
+        ({"known_at": {"buy": "position"}, "time_format": "%Y-%m-%d"}, "expected a time"),
         ({"matures_after": {"like": 1.0}}, "data.matures_after names 'like'"),
         ({"as_of": "soon"}, "data.as_of='soon' must be a time"),
         ({"display": {"position": 1}}, "data.display.position is no feature"),

@@ -245,6 +245,32 @@ def test_later_files_and_requests_go_on_from_the_counters(tmp_path):
         assert dict(numbers) == mine[row]
 
 
+def test_a_run_whose_ids_or_counters_are_damaged_is_refused_until_it_is_started_again(tmp_path):
+    config = make_config(tmp_path, make_table())
+    source, run = source_of(config), tmp_path / "run"
+    source.keep_mapping(run)
+    (run / "config.json").write_text(json.dumps({"config": {"data": dataclasses.asdict(config)}}))
+    whole = {file: file.read_bytes() for file in (*run.glob("vocabulary/*"), *run.glob("statistics/*"))}
+    assert {file.suffix for file in whole} == {".parquet", ".json", ".counters", ".pairs"}
+    after = dataclasses.replace(config, vocabulary_of=str(run), statistics="auto")
+    for file, content in whole.items():
+        for damaged in (content[:-1], b"x" + content[1:], None):
+            if damaged is None:
+                file.unlink()
+            else:
+                file.write_bytes(damaged)
+            for use in (lambda: RequestReader(run, source.spec), lambda: source_of(after)):
+                with pytest.raises(ValueError, match=f"damaged.*{file.name}|{file.name}.*damaged|holds no mapping"):
+                    use()
+            source.keep_mapping(run)
+            assert {each: each.read_bytes() for each in whole} == whole
+    about = json.loads((run / "vocabulary/mapping.json").read_text())
+    for field in ("fingerprint", "numeric", "tables", "statistics", "files"):
+        (run / "vocabulary/mapping.json").write_text(json.dumps(about | {field: 1}))
+        with pytest.raises(ValueError, match=rf"mapping.json is damaged \({field}=1 is no"):
+            source_of(after)
+
+
 def test_what_cannot_be_counted_is_named(tmp_path):
     table = make_table()
     for statistics, message in (

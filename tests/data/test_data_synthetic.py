@@ -7,17 +7,18 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score
 
+from tests.data.sources import JitteredSource
 from tests.modules.test_batch import assert_same
 from train.config.schema import SyntheticConfig
 from train.data.features.vocabulary import GOLDEN, splitmix64
 from train.data.synthetic import SyntheticSource, _normal, _stride, _uniform, _zipf
 
-SMALL = {"num_users": 1000, "num_items": 2000, "num_categories": 50, "candidates": 2, "candidate_jitter": True}
+SMALL = {"num_users": 1000, "num_items": 2000, "num_categories": 50, "candidates": 4}
 
 
 @pytest.fixture(scope="module")
 def source() -> SyntheticSource:
-    return SyntheticSource(SyntheticConfig(**SMALL))
+    return JitteredSource(SyntheticConfig(**SMALL))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def test_a_request_does_not_depend_on_those_beside_it(source, split):
 
 def test_splits_and_seeds_differ(source):
     train, valid = source.batch("train", np.arange(50)), source.batch("valid", np.arange(50))
-    other = SyntheticSource(SyntheticConfig(**SMALL, seed=1)).batch("train", np.arange(50))
+    other = JitteredSource(SyntheticConfig(**SMALL, seed=1)).batch("train", np.arange(50))
     for batch in (valid, other):
         assert not torch.equal(batch.request_dense, train.request_dense)
         assert not torch.equal(batch.request_sparse.values(), train.request_sparse.values())
@@ -65,7 +66,7 @@ def test_fingerprint_is_that_of_the_population(source):
     def fingerprint(**changes) -> str:
         return SyntheticSource(SyntheticConfig(**(SMALL | changes))).fingerprint
 
-    assert fingerprint(num_requests=10, mean_history=3.0, zipf=0.9, candidates=1) == source.fingerprint
+    assert fingerprint(num_requests=10, mean_history=3.0, candidates=1) == source.fingerprint
     changes = [{"seed": 1}, {"num_items": 2001}, {"num_categories": 51}, {"event_types": ["view", "click"]}]
     assert len({source.fingerprint, *(fingerprint(**change) for change in changes)}) == 1 + len(changes)
 
@@ -199,17 +200,17 @@ def test_histories_show_what_decides_the_label(source, sample):
 
 def test_shape_is_the_configurations():
     config = SyntheticConfig(
-        num_request_features=1, num_candidate_features=2, num_dense=0, event_types=[], tasks=["buy"], candidates=3
+        num_request_features=1, num_candidate_features=2, event_types=[], tasks=["buy"], candidates=3
     )
     source = SyntheticSource(config)
     batch = source.batch("train", np.arange(10))
     assert batch.lookup.keys() == ["user", "item", "category"]
-    assert (batch.num_candidates, batch.request_dense.shape, batch.labels.shape) == (30, (10, 0), (30, 1))
+    assert (batch.num_candidates, batch.request_dense.shape, batch.labels.shape) == (30, (10, 8), (30, 1))
     assert batch.history_times.keys() == []
 
 
 def test_copied_requests_are_the_same_candidates_with_a_request_each() -> None:
-    shared, copied = (SyntheticSource(SyntheticConfig(**SMALL, copy_requests=copy)) for copy in (False, True))
+    shared, copied = (JitteredSource(SyntheticConfig(**SMALL, copy_requests=copy)) for copy in (False, True))
     numbers = np.arange(30)
     assert_same(copied.batch("train", numbers), shared.batch("train", numbers).expand())
     assert copied.spec.max_candidates == 1

@@ -186,7 +186,6 @@ def test_malformed_files_of_vectors_name_their_row(
     [
         ({"candidate_categorical": ["item"], "histories": {}, "tables": {}, "transforms": {}},
          r"content is no table of a feature.*copy the column, e.g. data.transforms=\{content: \{copy: item_id\}\}"),
-        ({"table_min_count": {"content": 2}}, "data.table_min_count names content"),
         ({"table_vectors": {"content": TableVectorsConfig(5, "standard", ["vectors.parquet"], "id", "embedding",
           dtype="fp16", frozen=False)}}, "dtype=fp16 goes with frozen: true"),
     ],

@@ -218,7 +218,7 @@ def _each_id_once(is_managed: bool = False) -> None:
         return exchange(*given, **named)
 
     results, exchange = [], dist.all_to_all_single
-    managed = {"item": ManagedTable(rows=8, min_count=2, every=2), "tag": ManagedTable(rows=4, every=2, evict="lfu")}
+    managed = {"item": ManagedTable(rows=8, min_count=2, every=2), "tag": ManagedTable(rows=4, every=2)}
     optimizer = OptimizerConfig(warmup_steps=0, sparse="sgd" if is_managed else "rowwise_adagrad")
     for index_dedup in (False, True):
         step = Step(optimizer, index_dedup=index_dedup, managed=managed if is_managed else None)
@@ -230,7 +230,7 @@ def _each_id_once(is_managed: bool = False) -> None:
             for _ in range(5):
                 step.pipeline.progress(batches)
         owners = {name: value for name, value in step.model.state_dict().items() if "._mch_" in name}
-        assert len(owners) == (7 if is_managed else 0)  # ids, rows and counts of two tables, and times of one
+        assert len(owners) == (8 if is_managed else 0)  # ids, rows, counts and times of two tables
         results.append(step.shards() | step.dense())
         shards.append({name: value.local_shards()[0].tensor.clone() for name, value in owners.items()})
     assert all(torch.equal(shards[1][name], value) for name, value in shards[0].items())

@@ -49,15 +49,6 @@ def test_a_speed_is_measured_without_checkpoints_and_test(tmp_path: Path) -> Non
     assert (tmp_path / "run" / "profile" / "rank_0" / "trace.json").stat().st_size > 0
 
 
-@pytest.mark.nightly  # the tests around it have the speed of a run, and which runs are started
-def test_scaling_measures_ranks_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    out = tmp_path / "out"
-    assert scaling.main([*TINY_DLRM, "runtime.steps=20", "--nproc", "2", "--out", str(out)]) == 0
-    (speed,) = json.loads((out / "scaling.json").read_text())["runs"]
-    assert (speed["ranks"], len(speed["each_rank"])) == (2, 2)
-
-
 def test_scaling_runs_each_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fake_speed.py").write_text(FAKE_SPEED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -12,8 +12,6 @@ import pytest
 
 from launch.command import COMMANDS, LAUNCHER, ROOT, process_of, usage
 
-NOT_FOR_USERS = {"train.commands.ratio"}  # measures what docs/performance.md shows
-
 
 def gemsmith(*arguments: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "launch.command", *arguments]
@@ -26,7 +24,7 @@ def test_every_command_of_the_packages_is_one() -> None:
     runnable = {path for path in files if '__name__ == "__main__"' in path.read_text()}
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in runnable}
     others = {"train.main", "train.evaluate", "kernels.bench"}
-    assert {each.module for each in COMMANDS.values()} == (modules - NOT_FOR_USERS) | others
+    assert {each.module for each in COMMANDS.values()} == modules | others
 
 
 def test_the_entry_point_is_declared() -> None:

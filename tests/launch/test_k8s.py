@@ -11,17 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tools.k8s_schemas import SCHEMAS, documents
 from train.config.places import ROOT
 from train.process.signals import STATUS
 
-MANIFESTS = documents()
+SCHEMAS = ROOT / "tests/launch/k8s_schemas.json"
+"""What the schemas of Kubernetes, JobSet and the training operator say of the keys that manifests use."""
+MANIFESTS = {
+    f"{path.name}/{document['kind']}": document
+    for path in sorted(ROOT.glob("launch/k8s/*.yaml"))
+    for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+}
 TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
 
 
 def faults(value: Any, schema: dict[str, Any], path: str) -> Iterator[str]:
-    """Where a manifest is not as tools/k8s_schemas.py found in the schemas."""
+    """Where a manifest is not as the schemas say."""
     types = schema.get("type", [])
     wanted = tuple(TYPES[name] for name in ([types] if isinstance(types, str) else types))
     if wanted and (not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted)):
@@ -38,7 +44,7 @@ def faults(value: Any, schema: dict[str, Any], path: str) -> Iterator[str]:
         known = schema.get("properties", {})
         for name, inner in value.items():
             if name not in known and "values" not in schema:
-                yield f"{path}.{name} is not known; tools/k8s_schemas.py looks whether Kubernetes knows it"
+                yield f"{path}.{name} is not known; if Kubernetes knows it, add it to {SCHEMAS.name}"
             else:
                 yield from faults(inner, known.get(name) or schema["values"], f"{path}.{name}")
     if isinstance(value, list):

@@ -107,14 +107,6 @@ def test_a_failed_rank_is_restarted_into_the_same_run(environment: dict[str, str
     assert "rank 1 broke" in json.dumps(json.loads(error.read_text()))
 
 
-@pytest.mark.nightly  # test_preemption.py has a launcher whose ranks fail
-def test_the_last_failure_of_a_rank_ends_the_run(environment: dict[str, str], tmp_path: Path) -> None:
-    settings = {**environment, "NPROC": "2", "RUN_DIR": str(tmp_path / "run"), "MAX_RESTARTS": "0"}
-    done = launch(settings, "fail=once", cwd=tmp_path)
-    assert done.returncode != 0
-    assert "rank 1 broke" in done.stderr
-
-
 def test_slurm_starts_one_launcher_a_node_and_they_meet(environment: dict[str, str], tmp_path: Path) -> None:
     """`srun` is played by two local processes, which rendezvous over localhost as two nodes would."""
     tools = tmp_path / "tools"

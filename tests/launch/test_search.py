@@ -12,7 +12,6 @@ import pytest
 from launch import search
 from launch.search import Range, draw, lengths, main, parse_space
 from launch.trials import Trial
-from tests.launching import TINY_DLRM
 
 RAN: list[str] = []
 
@@ -118,15 +117,6 @@ def test_what_cannot_be_searched_is_named(
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.nightly  # the others play its runs
-def test_a_real_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    arguments = [*TINY_DLRM, "runtime.steps=2", "--space", "optimizer.lr=1e-3..1e-2", "--trials", "1", "--nproc", "1"]
-    assert main([*arguments, "--out", str(tmp_path)]) == 0
-    (found,) = tmp_path.glob("*/results.json")
-    assert f"(NE {json.loads(found.read_text())['best_ne']:.5g})" in (tmp_path / "results.md").read_text()
 
 
 def test_a_range_of_whole_numbers() -> None:

@@ -39,10 +39,10 @@ def shared(rows: Tensor) -> int:
     return int(counts[counts > 1].sum())
 
 
-def drift(evict: str) -> tuple[list[int], list[int]]:
+def drift() -> tuple[list[int], list[int]]:
     """How many hot ids share a row, managed and hashed, at the ends of times in which a third of them changes."""
     generator = torch.Generator().manual_seed(0)
-    module = rows_of_ids(ManagedTable(rows=ROWS, min_count=4, evict=evict, every=2))
+    module = rows_of_ids(ManagedTable(rows=ROWS, min_count=4, every=2))
     managed, hashed = [], []
     hot = torch.randint(1, IDS, (HOT,), generator=generator)
     for _ in range(6):
@@ -59,15 +59,9 @@ def drift(evict: str) -> tuple[list[int], list[int]]:
 
 
 def test_hot_ids_that_drift_keep_rows_of_their_own_where_hashed_ones_share() -> None:
-    managed, hashed = drift("distance_lfu")
+    managed, hashed = drift()
     assert managed == [0] * 6
     assert min(hashed) > 2
-
-
-def test_what_was_frequent_long_ago_keeps_its_row_under_lfu() -> None:
-    managed, _ = drift("lfu")
-    assert managed[0] == 0
-    assert managed[-1] > 0
 
 
 def test_an_id_gets_a_row_once_it_has_occurred_often_enough_and_loses_it_to_a_better_one() -> None:
@@ -122,8 +116,7 @@ def test_parts_of_a_table_join_with_the_rows_that_their_ids_have() -> None:
 
 @pytest.mark.parametrize("tables", [{"item", "tag"}, {"item", "tag", "user"}])  # a part of them, and all
 def test_exported_tables_look_up_what_training_does(tables: set[str]) -> None:
-    spec, managed = random_spec(), {table: ManagedTable(rows=6, every=1, evict="lfu") for table in tables}
-    managed["item"].evict = "distance_lfu"
+    spec, managed = random_spec(), {table: ManagedTable(rows=6, every=1) for table in tables}
     trained = FeatureEmbedding(spec, 8, "cpu", {"tag": 4}, managed_tables=managed)
     for seed in range(3):
         trained(random_batch(spec, seed=seed))

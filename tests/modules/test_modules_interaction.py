@@ -117,6 +117,7 @@ def test_wukong_layer_is_machine_and_compression_plus_residual(num_out: int):
     mixed = mixed + (x if num_out == 5 else layer.residual.candidate.weight @ x)
     torch.testing.assert_close(layer(x), mixed / (mixed.square().mean(-1, keepdim=True) + 1e-5).sqrt())
     assert layer(x[:0]).shape == (0, num_out, 4)
+    assert torch.autograd.gradcheck(lambda x, *weights: layer(x), (x.requires_grad_(), *layer.parameters()))
 
 
 @pytest.mark.parametrize("num_out", [5, 7])

@@ -82,6 +82,17 @@ def test_without_rotation_the_order_of_tokens_has_no_effect():
     torch.testing.assert_close(attention(x[order], offsets_of([5])), attention(x, offsets_of([5]))[order])
 
 
+def test_heads_may_look_away_to_their_sinks():
+    attention = JaggedSelfAttention(DIM, HEADS, max_length=2, sinks=True)
+    x = torch.randn(3, DIM)
+    # One score beside a sink that is as high.
+    attention.query_key_value.weight.data[: 2 * DIM] = 0
+    value = attention.query_key_value(x).view(3, 3, DIM)[:, 2]
+    torch.testing.assert_close(attention(x, offsets_of([1, 1, 1])), attention.output(value / 2))
+    attention(x, offsets_of([1, 2])).square().sum().backward()
+    assert attention.sinks.grad.abs().min() > 0
+
+
 def test_heads_that_do_not_divide_the_width_are_an_error():
     with pytest.raises(ValueError, match=r"dim=12 must be a multiple of 2 \* num_heads=8"):
         JaggedSelfAttention(12, 4, max_length=3)

@@ -31,7 +31,7 @@ from train.serving.formats import to_arrow_stream
 from train.serving.service import Service
 
 Export = Callable[[ModelConfig, Rows], tuple[Path, PretrainedModel]]
-CONFIG = DIN.Config(dim=8, attention_hidden=[8], hidden=[16])
+CONFIG = DIN.Config(dim=8, hidden=[16])
 ARROW = "application/vnd.apache.arrow.stream"
 
 

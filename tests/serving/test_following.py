@@ -17,7 +17,7 @@ from torch import Tensor
 from modules.batch import RequestBatch
 from modules.config import ManagedTable, ModelConfig
 from modules.models import MODELS
-from modules.models.baselines import DIN
+from modules.models.baselines import DIN, DCNv2
 from modules.pretrained import PretrainedModel
 from tests.serving.conftest import Rows
 from train.checkpoint.publish import Place, Publisher
@@ -30,8 +30,9 @@ from train.serving.service import Service
 Export = Callable[[ModelConfig, Rows], tuple[Path, PretrainedModel]]
 State = dict[str, Tensor]
 DCN = MODELS["dcnv2"].Config(dim=8)  # type: ignore[operator]
-DIN_SMALL = DIN.Config(dim=8, attention_hidden=[8], hidden=[16])
-MANAGED = DIN.Config(dim=8, attention_hidden=[8], hidden=[16], managed_tables={"item": ManagedTable(rows=12)})
+DIN_SMALL = DIN.Config(dim=8, hidden=[16])
+FEW_WEIGHTS = DCNv2.Config(dim=8, rank=2, num_layers=1, hidden=[8])  # beside its tables
+MANAGED = DIN.Config(dim=8, hidden=[16], managed_tables={"item": ManagedTable(rows=12)})
 
 
 class Training:
@@ -288,7 +289,7 @@ def test_a_publication_that_fails_is_made_good_by_the_next(
 )
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_many_publications_take_bounded_room(count: int, ranking: Rows, exported: Export, tmp_path: Path) -> None:
-    folder, model = exported(DIN_SMALL, ranking)
+    folder, model = exported(FEW_WEIGHTS, ranking)
     training, follower = Training(model), None
     publisher, bases = Publisher(Place(tmp_path), "run", ranking.source.fingerprint), 0
     whole = publisher.publish(training.step(), 1)["bytes"]
@@ -326,19 +327,20 @@ def test_gaps_other_runs_other_data_and_damage_are_refused(ranking: Rows, export
     for change, expected in (
         ({"run": "other"}, "another run's"),
         ({"data_fingerprint": "other"}, "of other ids"),
-        ({"previous": 7}, "no manifest"),
-        ({"files": {"../x": {"bytes": 1, "crc32": 1}}}, "no manifest"),
-        ({"files": {"..": {"bytes": 1, "crc32": 1}}}, "no manifest"),
-        ({"step": "2"}, "no manifest"),
-        ({"time": None}, "no manifest"),
-        ({"format": 2}, "no manifest"),
+        ({"previous": 7}, "00000002.json is no manifest that is read here (previous=7"),
+        ({"files": {"../x": {"bytes": 1, "crc32": 1}}}, "00000002.json is damaged (files names '../x'"),
+        ({"files": {"x": {"bytes": 1, "crc32": 1}}}, "00000002.json is damaged (files names 'x'"),
+        ({"files": {file.name: {"bytes": 1}}}, "00000002.json is damaged (files.00000002.0.safetensors="),
+        ({"step": "2"}, "00000002.json is damaged (step='2' is no int)"),
+        ({"time": None}, "00000002.json is damaged (time=None is no float)"),
+        ({"format": 2}, "(format=2 is none of (1,)"),
     ):
         manifest.write_text(json.dumps(about | change))
         refused(expected)
     for text in ("{", "[]", "[" * 100_000):
         manifest.write_text(text)
-        refused("00000002.json is no manifest")
-        with pytest.raises(ValueError, match=r"00000002\.json is no manifest"):
+        refused("00000002.json is damaged")
+        with pytest.raises(ValueError, match=r"00000002\.json is damaged"):
             Publisher(Place(tmp_path), "run", "")
     manifest.write_text(json.dumps(about))
     file.write_bytes(values[:-1] + b"x")

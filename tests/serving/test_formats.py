@@ -21,7 +21,7 @@ from train.data.reader import RequestReader
 from train.serving.formats import from_arrow, from_arrow_stream, from_json, from_json_lines, to_arrow_stream
 from train.serving.service import Service
 
-CONFIG = DIN.Config(dim=8, attention_hidden=[8], hidden=[16])
+CONFIG = DIN.Config(dim=8, hidden=[16])
 
 
 @pytest.fixture

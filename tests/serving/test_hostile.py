@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 
 from modules.config import ModelConfig
+from modules.models.baselines import DCNv2
 from modules.pretrained import PretrainedModel
 from tests.launching import ROOT, environment
 from tests.serving import fuzzing
@@ -171,6 +172,34 @@ def test_wrong_values_and_names_are_refused_by_their_key(
     assert status == 400
     assert re.search(f"request 1: {message}", said), said
     assert len(said) < 400
+
+
+def test_nothing_behind_the_end_of_a_body_is_left_out(app: App, ranking: Rows) -> None:
+    request = ranking.request(3)
+    for kind, body in (
+        (ARROW, fuzzing.arrow([request])),
+        ("application/json", json.dumps(request).encode()),
+        ("application/x-ndjson", json.dumps(request).encode()),
+    ):
+        assert complete(call(app, "/score", body + b"\n\n" * ("json" in kind), kind))[0] == 200
+        for behind in (body, b"garbage"):
+            status, _, said = complete(call(app, "/score", body + behind, kind))
+            assert status == 400, (kind, behind, said)
+
+
+def test_answers_have_numbers_that_json_has(ranking: Rows, exported: Export) -> None:
+    """Of features that float32 holds and the model's products do not."""
+    service = Service.from_pretrained(exported(DCNv2.Config(dim=8), ranking)[0])
+    request = ranking.request(3)
+    first, *others = request["candidates"]
+    body = json.dumps([request, request | {"candidates": [first | {"price": 1e25}, *others]}]).encode()
+    for settings in ({}, {"batch_milliseconds": 1}):
+        status, _, said = complete(call(App(service, **settings), "/score", body))
+        plain, large = json.loads(said, parse_constant=pytest.fail)["predictions"]
+        assert status == 200
+        assert large["click"][0] is None
+        assert large["click"][1:] == pytest.approx(plain["click"][1:])
+        assert None not in plain["click"]
 
 
 @pytest.mark.parametrize("time", [1e300, -1e300, 2**63, -(2**63), 10**400, 1_772_409_600_000, True, "5", [5]])

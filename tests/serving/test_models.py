@@ -43,7 +43,7 @@ TRACED = {
     "own": CustomConfig(name="served_models.Dot", dim=8),
 }
 EAGER = {
-    "din": DIN.Config(dim=8, attention_hidden=[8], hidden=[16]),
+    "din": DIN.Config(dim=8, hidden=[16]),
     "interformer of candidates": InterFormer.Config(**SMALL, **HEADS, sequence_context="candidate"),
     "gem of domains": GEM.Config(**GEMS, domain_feature="country"),
     "own that reads": CustomConfig(name="served_models.Dot", dim=8, arguments={"reads": True}),

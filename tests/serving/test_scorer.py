@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +30,7 @@ from train.serving.service import Service
 
 Export = Callable[[ModelConfig, Rows], tuple[Path, PretrainedModel]]
 DCN = MODELS["dcnv2"].Config(dim=8)  # type: ignore[operator]
-DIN_SMALL = DIN.Config(dim=8, attention_hidden=[8], hidden=[16])
+DIN_SMALL = DIN.Config(dim=8, hidden=[16])
 
 
 @pytest.mark.reliability("a file of an export is cut short, changed or lost", "named before it serves")
@@ -38,15 +41,18 @@ def test_a_damaged_export_is_refused(ranking: Rows, exported: Export, tmp_path: 
     files = {str(file.relative_to(whole)): file.read_bytes() for file in whole.rglob("*") if file.is_file()}
     assert {"config.json", "model.safetensors", "model.pt2", "reader.json", "vocabulary/item.parquet"} < {*files}
     for name, content in files.items():
+        reads: type[Service | RequestReader] = RequestReader if ".parquet" in name else Service
         middle = len(content) // 2
         for damaged in (content[:middle], content[:middle] + bytes([content[middle] ^ 128]) + content[middle + 1 :]):
             (copy / name).write_bytes(damaged)
             with pytest.raises(ValueError, match="is damaged"):
-                Service.from_pretrained(copy)
+                reads.from_pretrained(copy)
         (copy / name).unlink()
         with pytest.raises(ValueError, match="is damaged|holds no exported model"):
-            Service.from_pretrained(copy)
+            reads.from_pretrained(copy)
         (copy / name).write_bytes(content)
+    mapping = copy / "vocabulary" / "mapping.json"  # as an earlier version wrote it
+    mapping.write_text(json.dumps({**json.loads(mapping.read_text()), "files": {}}))
     (copy / "vocabulary" / "item.parquet").unlink()
     with pytest.raises(ValueError, match=r"vocabulary lacks the ids of table 'item'"):
         RequestReader.from_pretrained(copy)
@@ -121,9 +127,83 @@ def test_a_history_longer_than_was_exported_is_refused(ranking: Rows, exported: 
             scorer(ranking.batch(numbers))
 
 
-def test_an_export_of_another_version_is_told_in_words(tmp_path: Path) -> None:
+WRONG = [None, True, 1.5, "../x", [1], {"x": 1}, {"../x": {"bytes": 1, "crc32": 1}}]
+
+
+def test_a_field_that_no_export_has_so_is_named(ranking: Rows, exported: Export, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no exported model"):
         Scorer(tmp_path)
-    (tmp_path / "export.json").write_text('{"operators": [], "compiled": false}')
-    with pytest.raises(ValueError, match=r"has no 'program': it is of another version; export the model anew"):
-        Scorer(tmp_path)
+    copy = shutil.copytree(exported(DIN_SMALL, ranking)[0], tmp_path / "copy")
+    path = copy / "export.json"
+    about = json.loads(path.read_text())
+    about["tasks"] = {"click": {"loss": "focal", "gamma": 2.0}}
+    expected = Scorer(copy)(ranking.batch([90]))
+
+    def refusal(changed: object) -> str:
+        path.write_text(json.dumps(changed))
+        try:
+            scores = Scorer(copy)(ranking.batch([90]))
+        except ValueError as error:
+            return str(error)
+        torch.testing.assert_close(scores, expected)
+        return ""
+
+    name, sums = next(iter(about["files"].items()))
+    cases: list[tuple[str, object]] = [("mapping", each) for each in ([], [about], "", 1, None)]
+    for field in about:
+        cases.append((field, {key: value for key, value in about.items() if key != field}))
+        cases += [(field, about | {field: value}) for value in WRONG]
+    for value in (*WRONG, {"bytes": sums["bytes"]}, sums | {"crc32": "1"}, sums | {"of": 1}):
+        cases.append((name, about | {"files": about["files"] | {name: value}}))
+    for task in ({}, {"loss": None}, {"loss": ["binary"]}, {"loss": "classes", "classes": 3}, {"loss": "os.system"}):
+        cases.append(("tasks", about | {"tasks": {"click": task}}))
+    cases.append(("model.pt2", about | {"program": "model.pt2"}))
+    refused = set()
+    for field, changed in cases:
+        if text := refusal(changed):
+            assert "export.json" in text, (field, changed)
+            assert field in text, text
+            assert len(text) < 500
+            refused.add(field)
+    assert refused == {*about, "mapping", name, "model.pt2"}
+    copy = shutil.copytree(exported(DCN, ranking)[0], tmp_path / "traced")
+    path = copy / "export.json"
+    assert "compiled=True" in refusal(json.loads(path.read_text()) | {"compiled": True})
+
+
+def keys_of(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from keys_of(each, (*path, key))
+
+
+@pytest.mark.parametrize("name", ["config.json", "reader.json", "vocabulary/mapping.json"])
+def test_a_description_that_was_changed_by_hand_is_served_or_refused(
+    name: str, ranking: Rows, exported: Export, tmp_path: Path
+) -> None:
+    """Of an export without checksums, as earlier versions wrote it."""
+    copy = shutil.copytree(exported(DIN_SMALL, ranking)[0], tmp_path / "copy")
+    for file in (copy / "export.json", copy / "vocabulary/mapping.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"files": {}}))
+    path = copy / name
+    text, requests, refused, scorer = path.read_text(), [ranking.request(90)], list[str](), Scorer(copy)
+    values = (None, -1, "x", [], {"x": [1]}, ...)
+    for number, (*above, key) in enumerate(keys_of(json.loads(text))):
+        for value in values[number % 3 :: 3]:
+            about = json.loads(text)
+            section = reduce(lambda part, each: part[each], above, about)
+            if value is ...:
+                del section[key]
+            else:
+                section[key] = value
+            path.write_text(json.dumps(about))
+            try:
+                own = Scorer(copy) if name == "config.json" else scorer
+                service = Service(own, RequestReader.from_pretrained(copy))
+            except ValueError as error:
+                refused.append(str(error))
+                continue
+            with contextlib.suppress(ValueError):  # for requests that do not fit
+                service(requests)
+    assert len(refused) > 5
+    assert not [text for text in refused if str(copy) not in text and "data." not in text]

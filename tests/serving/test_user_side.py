@@ -86,7 +86,7 @@ def test_new_weights_have_new_user_sides(ranking: Rows, exported: Export, tmp_pa
 
 
 def test_a_model_that_is_served_eagerly_keeps_none(ranking: Rows, exported: Export) -> None:
-    folder, _ = exported(DIN.Config(dim=8, attention_hidden=[8], hidden=[16]), ranking)
+    folder, _ = exported(DIN.Config(dim=8, hidden=[16]), ranking)
     with pytest.raises(ValueError, match="served in eager PyTorch.*user_side_bytes=0"):
         Scorer(folder, user_side_bytes=1)
 
@@ -100,6 +100,7 @@ def test_graphs_replay_both_halves_and_follow_new_weights(ranking: Rows, tmp_pat
     scorer, batch = Scorer(tmp_path / "export", user_side_bytes=1 << 20), ranking.batch([60])
     sides = scorer.user_sides
     assert sides is not None
+    (tmp_path / "to").mkdir()
     follower, publisher = Follower(scorer, tmp_path / "to"), Publisher(Place(tmp_path / "to"), "run", "")
     scorer.data_fingerprint = ""
     for step in range(3):

@@ -23,7 +23,7 @@ from train.speedup.graphs import _inputs_of_arch
 Export = Callable[[ModelConfig, Rows], tuple[Path, PretrainedModel]]
 CONFIGS: dict[str, ModelConfig] = {
     "dcnv2": DCNv2.Config(dim=8),
-    "din": DIN.Config(dim=8, attention_hidden=[8], hidden=[16]),
+    "din": DIN.Config(dim=8, hidden=[16]),
 }
 
 

@@ -1,4 +1,4 @@
-"""The model and the metric of docs/training.md, as its page has them: files outside the repository."""
+"""The model and the metric of docs/modules.md, as its page has them: files outside the repository."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.launching import ROOT, TINY, train_here
 from tests.modules.factories import random_batch, random_spec
 from train import evaluate
 
-PAGE = (ROOT / "docs/training.md").read_text().partition("## A model of your own")[2]
+PAGE = (ROOT / "docs/modules.md").read_text().partition("## A model of your own")[2]
 ARCH, METRIC = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 (YAML,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 

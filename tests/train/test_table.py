@@ -13,7 +13,7 @@ import pytest
 
 from tests.launching import ROOT
 from train.commands.table import fit
-from train.data.storage.tables import keep_table
+from train.data.storage.tables import as_plain, keep_table
 
 
 class Stream:
@@ -44,6 +44,28 @@ def test_equal_tables_are_one_file_of_plain_types(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the table has no rows; its columns are \['user'"):
         keep_table(plain.slice(0, 0), tmp_path)
     assert not list(tmp_path.glob(".*"))
+
+
+LISTS = [[3], None, [], [1, 2, None], [9] * 4, None, [5]]
+WORDS = [each and [None if item is None else f"w{item}" for item in each] for each in LISTS]
+VIEWS = {
+    "scattered": pa.ListViewArray.from_arrays([3, 0, 1], [2, 1, 2], pa.array([10, 11, 12, 13, 14])),
+    **{f"{of.__name__} {kind}": pa.array(values, of(kind))
+        for of in (pa.list_, pa.large_list, pa.list_view, pa.large_list_view)
+        for kind, values in ((pa.int64(), LISTS), (pa.string_view(), WORDS), (pa.binary_view(), WORDS))},
+    "text": pa.array(["a", None, ""], pa.string_view()),
+    "runs": pa.RunEndEncodedArray.from_arrays([2, 3], pa.array(["a", None])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("array", VIEWS.values(), ids=VIEWS)
+def test_plain_types_hold_what_views_do(array: pa.Array, tmp_path: Path) -> None:
+    expected = [*array.to_pylist(), *array[1:].to_pylist()]
+    column = pa.chunked_array([array, array[1:]])
+    assert as_plain(column).to_pylist() == expected
+    as_plain(column).validate(full=True)
+    columns = pa.table({"user": list(range(len(column))), "item": column})
+    assert pq.read_table(keep_table(Stream(columns), tmp_path))["item"].to_pylist() == expected
 
 
 def example() -> str:

@@ -77,11 +77,11 @@ class Shelf:
             self._cumulative(np.flatnonzero(group == one), weight[group == one]) for one in range(group.max() + 1)
         ]
 
-    def draw(self, count: int, liked: np.ndarray, time: int, life: float = np.inf) -> np.ndarray:
-        """At most `count` different items that are out and not older than `life`; half are of the groups `liked`."""
+    def draw(self, count: int, liked: np.ndarray, time: int) -> np.ndarray:
+        """At most `count` different items that are out; half are of the groups `liked`."""
         of_group = [self._draw(self.of_group[group], count) for group in liked]
         drawn = np.concatenate([self._draw(self.all, 2 * count), *of_group])
-        drawn = np.unique(drawn[(self.born[drawn] <= time) & (time - self.born[drawn] < life)])
+        drawn = np.unique(drawn[self.born[drawn] <= time])
         return self.rng.permutation(drawn)[:count]
 
     def _cumulative(self, items: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

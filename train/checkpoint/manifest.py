@@ -8,7 +8,6 @@ the files when a checkpoint is loaded.
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 import zlib
@@ -20,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from train.process import saved
 from train.process.distributed import World
 from train.process.files import Sums, faults, summed, write_json
 
@@ -111,13 +111,14 @@ def verify_alone(path: Path) -> None:
 def read(path: Path) -> Sums:
     """What the manifest of a checkpoint says; empty for a checkpoint without one. Raises `DamagedError`."""
     try:
-        sums = json.loads((path / MANIFEST).read_text())["files"]
-        if all(Path(name).name == name and set(each) == {"bytes", "crc32"} for name, each in sums.items()):
+        sums = saved.fields((path / MANIFEST).read_bytes(), path / MANIFEST, {"files": dict})["files"]
+        saved.check_sums(sums, path / MANIFEST)
+        if all(Path(name).name == name for name in sums):
             return sums
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(path, f"{MANIFEST}: {error!r}") from error
+    except (OSError, ValueError) as error:
+        raise DamagedError(path, str(error)) from error
     raise DamagedError(path, f"{MANIFEST} names no files of a checkpoint")
 
 

@@ -36,11 +36,16 @@ from torch.distributed.tensor import DTensor
 
 from modules.layers.embedding.managed_local import OF_TRAINING
 from modules.pretrained import save_tensors
+from train.process import saved
 from train.process.distributed import World
 from train.process.files import summed, write_json
 
 log = logging.getLogger(__name__)
 FORMAT = 1
+FIELDS = {
+    "format": int, "version": int, "previous": int | None, "run": str, "data_fingerprint": str, "step": int,
+    "time": float, "files": dict,
+}  # fmt: skip
 NAME = re.compile(r"(\d{8})(\.json|\.\d+\.safetensors)", re.ASCII)
 MANIFEST = ".json"
 PARTIAL = ".partial."
@@ -81,20 +86,16 @@ class Place:
         return [int(name[:8]) for name in self.names() if NAME.fullmatch(name) and name.endswith(MANIFEST)]
 
     def manifest(self, version: int) -> dict[str, Any]:
-        """That of a version. ValueError that names it, if it is none."""
-        name = f"{version:08d}{MANIFEST}"
-        try:
-            about = json.loads(self.text(name))
-            right = (about["format"], about["version"]) == (FORMAT, version)
-            right = right and about["previous"] in (None, version - 1)
-            for key, kind in (("run", str), ("data_fingerprint", str), ("step", int), ("time", int | float)):
-                right = right and isinstance(about[key], kind)
-            for file, sums in about["files"].items():
-                right = right and NAME.fullmatch(file) is not None and set(sums) == {"bytes", "crc32"}
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-            right = False
-        if not right:
-            raise ValueError(f"{self.root}/{name} is no manifest of a version that is read here")
+        """That of a version. ValueError that names it and the field, if it is none."""
+        path = f"{self.root}/{version:08d}{MANIFEST}"
+        about = saved.fields(self.files.cat_file(path), path, FIELDS)
+        saved.check_sums(about["files"], path)
+        wanted = {"format": (FORMAT,), "version": (version,), "previous": (None, version - 1)}
+        for key, values in wanted.items():
+            if about[key] not in values:
+                raise ValueError(f"{path} is no manifest that is read here ({key}={about[key]!r} is none of {values})")
+        if stray := [file for file in about["files"] if not NAME.fullmatch(file)]:
+            raise ValueError(f"{path} is damaged (files names {stray[0]!r})")
         return about
 
     def put(self, name: str, write: Callable[[Path], None]) -> dict[str, int]:

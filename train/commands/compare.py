@@ -38,7 +38,7 @@ with lasting():
     from modules.models import build as build_arch
     from modules.models.ranking import RankingModel
     from modules.precision import apply_recipe
-    from train.build import build
+    from train.build import build, planned
     from train.checkpoint import save as checkpoint
     from train.commands import compare_report
     from train.commands.verdict import STATUS, worst
@@ -47,7 +47,6 @@ with lasting():
     from train.config.files import composed, searchpath
     from train.config.overrides import split_values
     from train.config.schema import Config
-    from train.data import build_source
     from train.data.storage.store import ByFirst
     from train.process import distributed, errors, jobs
     from train.process.distributed import World
@@ -203,11 +202,11 @@ def _check_arms(arms: list[Arm], overrides: list[str], by_first: ByFirst = lambd
     for arm in arms:
         config = _compose(overrides, arm)
         binary_only(config.tasks, "train.commands.compare")
-        source = build_source(config.data, by_first)
+        source, _, spec, _ = planned(config, by_first=by_first)
         if not source.num_requests("test"):
             raise ValueError("arms are compared on the test split, which is empty; e.g. data.split=[0.8,0.1,0.1]")
         with torch.device("meta"):
-            arch = build_arch(config.model, source.spec)
+            arch = build_arch(config.model, spec)
             own = config.model
             embedding = FeatureEmbedding(
                 source.spec, own.dim, table_dims=own.table_dims, managed_tables=own.managed_tables
@@ -253,7 +252,6 @@ def _train_arms(arms: list[Arm], first: Arm, seed: int, overrides: list[str], ou
             f"runtime.run_dir='{run_dir}'",
             f"checkpoint.load='{initial}'",
             f"tracking.group='{out.name}'",
-            f"tracking.job_type='{arm.name}'",
             f"tracking.name='{arm.name} seed {seed}'",
         )
         if not (initial / checkpoint.META).exists() and arm == first:

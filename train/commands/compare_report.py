@@ -240,7 +240,7 @@ def track(out: Path, stem: str, result: dict[str, Any], runs: dict[str, list[Run
     name = f"{result['other']} against {result['baseline']}"
     about = {
         "group": out.name,
-        "job_type": "report",
+        "tags": ["report"],
         "name": name,
         "tensorboard": False,
         "progress": "never",

@@ -204,9 +204,9 @@ def export_model(
 
 
 def _written(out: Path) -> list[Path]:
-    """The files of an export, beside which there may be others."""
-    kept = [file for folder in mapping.KEPT for file in (out / folder).glob("*")]
-    return [file for name in (CONFIG, WEIGHTS, DESCRIPTION, PROGRAM) if (file := out / name).exists()] + kept
+    """The files of an export, beside which there may be others; the mapping has sums of those that go with it."""
+    names = (CONFIG, WEIGHTS, DESCRIPTION, PROGRAM, f"{mapping.FOLDER}/{mapping.ABOUT}")
+    return [file for name in names if (file := out / name).exists()]
 
 
 def write_program(program: ExportedProgram, path: Path, compiled: bool) -> None:

@@ -23,21 +23,19 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from kernels.core import dispatch
+from modules.batch import FeatureSpec
 from modules.layers.embedding.tokens import FeatureEmbedding, Tokens
 from modules.layers.moe import Experts
-from modules.loss import TaskLosses
 from modules.models import build as build_arch
 from modules.models.ranking import RankingModel
 from modules.precision import apply_recipe
-from train.build import output_spec
+from train.build import planned
 from train.config.schema import Config
-from train.data import build_source
 from train.data.source import Source
 from train.optim.frozen import freeze
 from train.optim.sparse import GIB, ids_per_request, plan_tables, sharders_of
 from train.parallel.mesh import sizes, table_ranks
 from train.parallel.recompute import Recomputed, recompute
-from train.process import length
 from train.process.distributed import World
 from train.speedup.regions import regions
 
@@ -97,9 +95,8 @@ def fit(config: Config, ranks: int, node_ranks: int, gpu_gib: float) -> Fit:
     """What this configuration takes on each of `ranks` GPUs of `gpu_gib`, `node_ranks` of them on a node."""
     if config.precision.name == "auto":
         config.precision.name = "bf16"  # as GPUs have it
-    source = build_source(config.data)
-    length.settle(config, source.num_requests("train"), source.num_requests("valid") > 0, ranks)
-    model = _model(config, source)
+    source, _, spec, _ = planned(config, ranks)
+    model = _model(config, source, spec)
     tables, note = _tables(config, source, model, ranks, node_ranks, gpu_gib)
     dense = _dense(config, model, ranks, node_ranks)
     activations = _activations(config, source, model)
@@ -120,12 +117,11 @@ def _ids(config: Config, source: Source) -> tuple[int, int]:
     return lookup.values().numel(), sum(torch.cat(ids).unique().numel() for ids in of_tables.values())
 
 
-def _model(config: Config, source: Source) -> RankingModel:
+def _model(config: Config, source: Source, spec: FeatureSpec) -> RankingModel:
     """The model in host memory, its tables on `meta`."""
     torch.manual_seed(config.runtime.seed)
     own = config.model
     embedding = FeatureEmbedding(source.spec, own.dim, "meta", own.table_dims, managed_tables=own.managed_tables)
-    spec = output_spec(source.spec, TaskLosses(config.tasks, source.spec.tasks))
     model = RankingModel(embedding, build_arch(config.model, spec))
     # What is quantised matters to memory, and Hopper is where `auto` quantises anything.
     apply_recipe(model, config.precision.name, config.precision.quantize, capability=(9, 0))

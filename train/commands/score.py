@@ -4,8 +4,7 @@ The command takes a request of the run's test split (its first, or `request=NUMB
 (`candidates=10,100,...`) by repeating its own, and prints the milliseconds that scoring them takes: with the exported
 model, with the same architecture in eager PyTorch, and with that on a batch in which every candidate has a copy of the
 request, its history and its embeddings included (up to `broadcast_limit=1000` candidates: such a batch grows with every
-one). It writes them to DIR/latency.json, and a plot to DIR/latency.png. The copies are made, and lie on the device,
-before the clock starts.
+one). It writes them to DIR/latency.json. The copies are made, and lie on the device, before the clock starts.
 
 On a GPU each of the three replays CUDA graphs of the architecture, which would otherwise wait for the host's launches.
 """
@@ -141,8 +140,6 @@ def _milliseconds(score: Callable[[RequestBatch], Tensor], batch: RequestBatch) 
 
 
 def main(arguments: list[str]) -> list[dict[str, Any]]:
-    from train.record.plots import plot_latency  # imported here, so that scoring does not need matplotlib
-
     defaults = {"export": "", "candidates": "10,100,1000,10000", "broadcast_limit": "1000", "request": "0"}
     options, others = split_options(arguments, defaults, "export=DIR candidates=10,100")
     if others:
@@ -153,10 +150,10 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
     counts = [int(count) for count in given]
     folder = Path(options["export"])
     about = read_about(folder)
-    if about["checkpoint"] is None:
+    if about.get("checkpoint") is None:
         raise ValueError(f"{folder} names no checkpoint: the command times exports of train.commands.export")
     path = Path(about["checkpoint"])
-    config = from_dict(checkpoint.read_meta(path)["config"], about["overrides"])
+    config = from_dict(checkpoint.read_meta(path)["config"], about.get("overrides", []))
     dispatch.force(config.runtime.kernels)
     source = build_source(config.data)
     last = source.num_requests("test") - 1
@@ -176,13 +173,12 @@ def main(arguments: list[str]) -> list[dict[str, Any]]:
         "device": torch.cuda.get_device_name() if scorer.device.type == "cuda" else scorer.device.type,
         "versions": versions.collect(),
         "compiled": about["compiled"],
-        "eager": about["eager"],
+        "eager": about.get("eager"),
         "model": to_saved(config)["model"],
         "events": int(request.history_times.lengths().sum()),
         "rows": rows,
     }
     write_json(folder / "latency.json", result)
-    plot_latency(rows, folder / "latency.png")
     return rows
 
 

@@ -16,10 +16,10 @@ with lasting():
     from modules.costs.summary import Summary, summarise
     from modules.models import build as build_arch
     from modules.precision import apply_recipe
+    from train.build import planned
     from train.config.compose import to_config
     from train.config.files import composed
     from train.config.overrides import split_options
-    from train.data import build_source
     from train.process import errors
 
 
@@ -28,8 +28,8 @@ def main(arguments: list[str]) -> Summary:
     if options["chip"] and not (options["chip"].isdigit() and len(options["chip"]) in (2, 3)):
         raise ValueError(f"chip={options['chip']} must be a compute capability without its dot, e.g. chip=90")
     config = to_config(composed(overrides))
-    source = build_source(config.data)
-    arch = build_arch(config.model, source.spec)
+    _, _, spec, chosen = planned(config)
+    arch = build_arch(config.model, spec)
     capability = (int(options["chip"][:-1]), int(options["chip"][-1])) if options["chip"] else None
     name = config.precision.name
     if name == "auto":
@@ -38,10 +38,8 @@ def main(arguments: list[str]) -> Summary:
     apply_recipe(holder, name, config.precision.quantize, capability=capability)
     dtype = torch.float32 if name == "fp32" else torch.bfloat16
     layers = config.model.describe_layers()
-    notes = config.model.notes()
-    return summarise(
-        arch, source.spec, config.model.dim, dtype=dtype, capability=capability, layers=layers, notes=notes
-    )
+    notes = [*config.model.notes(), *([chosen] if chosen else [])]
+    return summarise(arch, spec, config.model.dim, dtype=dtype, capability=capability, layers=layers, notes=notes)
 
 
 def _print(arguments: list[str]) -> None:

@@ -26,14 +26,19 @@ MOST = {
     "data.batch_size": 2**24,  # requests a rank; offsets of more do not fit a machine
     "data.eval_batch_size": 2**24,
     "data.history_sigma": 10,  # of logarithms
+    "data.matures_after": 10**11,  # seconds: with times up to the year 9999
+    "data.max_candidates": 2**24,
     "data.num_workers": 1024,  # processes a rank
+    "data.oov_rows": 2**31 - 3,  # row numbers have 32 bits
+    "data.request_window": 10**11,  # seconds
     "data.seed": 2**63 - 1,  # as numpy and PyTorch take it
-    "data.zipf": 100,
     "runtime.collective_timeout": 10**9,  # in seconds, which C++ counts in nanoseconds
     "runtime.seed": 2**63 - 1,
     "runtime.threads": 65_536,
 }
 """Keys with a largest number: beyond it a library fails in words of its own, or the machine runs out of processes."""
+MOST_WHOLE = 2**53
+"""The largest whole number of other keys."""
 
 
 class Number(NamedTuple):
@@ -77,5 +82,7 @@ def check_numbers(config: object) -> None:
             raise ValueError(f"{key}={value} must be above 0, e.g. {key}={ABOVE_ZERO[key]}")
         if key.startswith(BELOW_ONE) and number >= 1:
             raise ValueError(f"{key}={value} must be below 1, e.g. {key}={default}")
-        if number > MOST.get(key, math.inf):
-            raise ValueError(f"{key}={value} must be at most {MOST[key]}, e.g. {key}={default}")
+        usual = MOST_WHOLE if isinstance(number, int) else math.inf
+        most = next((limit for each, limit in MOST.items() if f"{key}.".startswith(f"{each}.")), usual)
+        if number > most:
+            raise ValueError(f"{key}={value} must be at most {most}, e.g. {key}={default}")

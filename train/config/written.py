@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from train.config.places import CONFIGS
 
 IDS = re.compile(
-    r"(.*\.)?(histories\.[^.]+\.(where|fields)|transforms\.[^.]+\.(table|default)|column_names|user|time|request|weight"
+    r"(.*\.)?(histories\.[^.]+\.(where|fields)|column_names|user|time|request|weight"
     r"|vendor|(request|candidate|vendor)_(categorical|list|numeric)|labels|real_labels|log_numeric)(\..*)?",
     re.DOTALL,
 )

@@ -44,16 +44,11 @@ class Dense:
     missing: dict[str, float] = field(default_factory=dict)  # share of the training rows without a number, by column
 
 
-def standardise(
-    values: np.ndarray, training: np.ndarray, earlier: dict[str, float] | None = None
-) -> tuple[np.ndarray, dict[str, float]]:
-    """(values - mean) / standard deviation over `training`; a missing value (NaN) becomes 0, which is the mean.
-
-    `earlier`: mean and std of another run, which are used in their place.
-    """
+def standardise(values: np.ndarray, training: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
+    """(values - mean) / standard deviation over `training`; a missing value (NaN) becomes 0, which is the mean."""
     moments = Moments()
     moments.add(np.asarray(values[training], np.float64))
-    used = earlier or {"mean": moments.mean(), "std": moments.std()}
+    used = {"mean": moments.mean(), "std": moments.std()}
     return scaled(values, used), used
 
 
@@ -261,14 +256,7 @@ def empty_training(config: DataConfig, rows: int) -> str:
 
 def _min_counts(config: DataConfig, spec: FeatureSpec, new_ids: bool) -> dict[str, float]:
     """How often an id must occur in training to get a row, by table."""
-    if stray := sorted(set(config.table_min_count) - set(spec.tables)):
-        raise ValueError(f"data.table_min_count names {stray}, which are no tables; there are {sorted(spec.tables)}")
-    if given := sorted(set(config.table_min_count) & set(spec.vector_tables)):
-        raise ValueError(
-            f"data.table_min_count names {given[0]}, whose ids are those of data.table_vectors; leave it out"
-        )
-    counts = {table: config.table_min_count.get(table, config.min_count) for table in spec.tables}
-    counts |= dict.fromkeys(spec.vector_tables, 1)
+    counts = dict.fromkeys(spec.tables, config.min_count) | dict.fromkeys(spec.vector_tables, 1)
     return {table: count if new_ids else math.inf for table, count in counts.items()}
 
 

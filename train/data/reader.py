@@ -95,6 +95,9 @@ class RequestReader:
         if lost := sorted(spec.tables.keys() - known.ids.keys()) if data["id_map"] == "vocabulary" else []:
             raise ValueError(f"{run_dir / mapping.FOLDER} lacks the ids of table {lost[0]!r}; copy it whole")
         self.numeric = known.numeric
+        scaled_by = {*spec.request_dense, *spec.candidate_dense, *spec.vendor_dense} - self.indicated.keys()
+        if lost := [name for name in sorted(scaled_by) if not {"mean", "std"} <= self.numeric.get(name, {}).keys()]:
+            raise ValueError(f"{run_dir / mapping.FOLDER / mapping.ABOUT} lacks mean and std of {lost[0]!r}; copy it")
         self.statistics = Lookup(run_dir, data, known.statistics)
         self.logarithmic |= self.statistics.logarithmic
         self.oov_rows = known.oov_rows
@@ -114,7 +117,11 @@ class RequestReader:
                 f"{folder} holds no {DESCRIPTION}, with which requests become batches: it is written for runs of "
                 "data=events, by this version of train.commands.export"
             )
-        return cls(folder, read_description(folder)[1])
+        try:
+            return cls(folder, read_description(folder)[1])
+        except (KeyError, TypeError, AttributeError) as error:
+            files = f"{DESCRIPTION} or {mapping.FOLDER}/{mapping.ABOUT}"
+            raise ValueError(f"{folder}: {files} is not what an export writes ({error!r}); export anew") from error
 
     def __call__(
         self,

@@ -39,6 +39,8 @@ from train.data.requests import SPLITS
 INTERESTS = 3
 EVENTS_OF_INTEREST, CANDIDATES_OF_INTEREST = 154, 128  # of 256
 LATENT = 4
+ZIPF = 1.05  # exponent of the popularity of ids
+NUM_DENSE = 8  # numbers of requests, and as many of candidates
 CONTEXT_ROWS = 1000  # ids of each feature beyond user, item and category
 START = 1_600_000_000  # second of the first training request; they come one a second
 EVENT_GAP = 256  # seconds between two events of one type, on average
@@ -52,10 +54,8 @@ POPULATION = (
     "event_types",
     "num_request_features",
     "num_candidate_features",
-    "num_dense",
-    "tasks",
 )
-"""Settings that decide what an id means for a label; the others say how often it comes and what comes with it."""
+"""Settings that, with the tasks, decide what an id means for a label; others say how often it comes and with what."""
 
 
 @dataclass
@@ -97,7 +97,6 @@ class SyntheticSource:
         if not all(scale > 0 and math.isfinite(scale) for scale in config.history_scale.values()):
             raise ValueError(f"data.history_scale={config.history_scale} must be positive numbers, e.g. 0.5")
         self.config = config
-        self.most_candidates = config.candidates * (2 if config.candidate_jitter else 1)
         item, category = SparseFeature("item", "item"), SparseFeature("category", "category")
         contexts = _numbered("context", config.num_request_features - 1)
         attributes = _numbered("attribute", config.num_candidate_features - 2)
@@ -114,20 +113,20 @@ class SyntheticSource:
                 EventType(name, (item, category), max(1, int(config.max_history * config.history_scale.get(name, 1.0))))
                 for name in config.event_types
             ),
-            request_dense=tuple(_numbered("request_number", config.num_dense)),
-            candidate_dense=tuple(_numbered("candidate_number", config.num_dense)),
+            request_dense=tuple(_numbered("request_number", NUM_DENSE)),
+            candidate_dense=tuple(_numbered("candidate_number", NUM_DENSE)),
             tasks=tuple(config.tasks),
-            max_candidates=1 if config.copy_requests else self.most_candidates,
+            max_candidates=1 if config.copy_requests else config.candidates,
         )
         self._seed = np.array([config.seed], np.uint64)
         self.network: RandomNetwork | None = None
         if config.signal == "network":
-            numbers = 2 * config.num_dense
+            numbers = 2 * NUM_DENSE
             self.network = RandomNetwork(self._effects, config.num_categories, len(config.event_types), numbers)
 
     @property
     def fingerprint(self) -> str:
-        population = [getattr(self.config, name) for name in POPULATION]
+        population = [*(getattr(self.config, name) for name in POPULATION), NUM_DENSE, self.config.tasks]
         if self.network is not None:
             population.append(self.config.signal)
         text = json.dumps(["popular rows apart", *population])
@@ -154,7 +153,7 @@ class SyntheticSource:
         return total * self._counts(key) if self.config.copy_requests else total
 
     def locate(self, row: int) -> str:
-        return f"synthetic request {row // self.most_candidates}, candidate {row % self.most_candidates}"
+        return f"synthetic request {row // self.config.candidates}, candidate {row % self.config.candidates}"
 
     def label_bounds(self) -> dict[str, tuple[float, float, bool]]:
         return {}
@@ -214,7 +213,7 @@ class SyntheticSource:
             candidate_counts=draw.counts,
             labels=draw.label_uniform < probability,
             group=np.repeat(draw.request_ids[0], draw.counts),
-            row=ranges(np.asarray(requests, np.int64) * self.most_candidates, draw.counts),
+            row=ranges(np.asarray(requests, np.int64) * self.config.candidates, draw.counts),
         )
         return batch.expand() if self.config.copy_requests else batch
 
@@ -235,13 +234,13 @@ class SyntheticSource:
         candidate = _mix(_bits(key, "candidate")[owner], ranges(np.zeros(len(counts)), counts).astype(np.uint64))
 
         interests = _below(_bits(key, "interests", INTERESTS), config.num_categories)
-        user = _zipf(_uniform(_bits(key, "user")), config.num_users, config.zipf)
+        user = _zipf(_uniform(_bits(key, "user")), config.num_users, ZIPF)
         item, category = self._items(candidate, interests, owner, CANDIDATES_OF_INTEREST)
         contexts = [_below(_bits(key, feature.name), CONTEXT_ROWS) for feature in spec.request[1:]]
         item_key = _mix(self._seed, item.astype(np.uint64))
         attributes = [_below(_bits(item_key, feature.name), CONTEXT_ROWS) for feature in spec.candidate[2:]]
-        request_dense = _normal(_bits(key, "dense", config.num_dense))
-        candidate_dense = _normal(_bits(candidate, "dense", config.num_dense))
+        request_dense = _normal(_bits(key, "dense", NUM_DENSE))
+        candidate_dense = _normal(_bits(candidate, "dense", NUM_DENSE))
 
         drawn = [
             self._history(self._event_key(key, index), event, interests, time)
@@ -299,8 +298,6 @@ class SyntheticSource:
 
     def _counts(self, key: np.ndarray) -> np.ndarray:
         """Candidates of each request."""
-        if self.config.candidate_jitter:
-            return _below(_bits(key, "count"), self.most_candidates + 1)
         return np.full(len(key), self.config.candidates)
 
     def _event_key(self, key: np.ndarray, index: int) -> np.ndarray:
@@ -331,7 +328,7 @@ class SyntheticSource:
         self, bits: np.ndarray, interests: np.ndarray, owner: np.ndarray, of_interest: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """(item, category): popular items, moved into one of the owner's interests in `of_interest` cases of 256."""
-        item, low = _zipf(_uniform(bits), self.config.num_items, self.config.zipf), bits.astype(np.uint32)
+        item, low = _zipf(_uniform(bits), self.config.num_items, ZIPF), bits.astype(np.uint32)
         category = item % self.config.num_categories
         wanted = interests.ravel()[owner * INTERESTS + (low >> 8) % 256 * INTERESTS // 256]
         wanted = np.where(low % 256 < of_interest, wanted, category)

@@ -36,8 +36,8 @@ OF_FEW = {"optimizer.lr": 2e-3, "optimizer.sparse_lr": 5e-3, "model.dropout": 0.
 WARMUP = 20  # dense steps, in a run of 10 times as many
 
 
-def settle(config: Config, requests: int, validated: bool, ranks: int = 1) -> None:
-    """Replace each of `KEYS` that is None, and log what it is.
+def settle(config: Config, requests: int, validated: bool, ranks: int = 1) -> str:
+    """Replace each of `KEYS` that is None; what it is, as a sentence.
 
     `requests`: of the training split; `validated`: whether the validation split has any.
     """
@@ -45,7 +45,7 @@ def settle(config: Config, requests: int, validated: bool, ranks: int = 1) -> No
     if not config.data.sizes_run:
         for key in opened:
             _set(config, key, FIXED[key])
-        return
+        return ""
     # Whoever says how long a run is, or when it validates, gets that and nothing else.
     validating = "runtime.epochs" in opened and validated and not (config.runtime.steps or config.runtime.eval_every)
     few = requests < FEW and not {"model.dropout", PART}.isdisjoint(opened)
@@ -59,11 +59,13 @@ def settle(config: Config, requests: int, validated: bool, ranks: int = 1) -> No
             _set(config, key, (OF_FEW if few and key != fixed else FIXED)[key])
         else:
             _set(config, key, _choose(config, key, max(requests, 1), validating, ranks))
+    chosen = ""
     if opened:
         settings = " ".join(f"{key}={_get(config, key)}" for key in opened)
-        log.info("by the size of the data, %s training requests: %s", f"{requests:,}", settings)
+        chosen = f"by the size of the data, {requests:,} training requests: {settings}"
     if config.runtime.cuda_graphs and (refusal := config.model.graphs_refusal()):  # of what was restored
         raise ValueError(f"runtime.cuda_graphs=true with {refusal}")
+    return chosen
 
 
 def restore(config: Config, world: World, run_dir: Path) -> None:

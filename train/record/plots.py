@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -196,51 +195,6 @@ def _cumulative_share(weight: Tensor) -> Floats:
     return np.concatenate([[0.0], weight.cumsum(0).numpy() / (total or 1.0)])
 
 
-ARMS = {"operators": "one request", "copies": "a copy for each candidate"}
-"""What readers call the arms of `train.commands.ratio`."""
-
-
-def plot_ratios(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Time and, where it was measured, memory of `train.commands.ratio` over candidates a request, by arm."""
-    kinds = [("ms", "time", "ms")] + [("peak_mib", "peak memory", "MiB")] * (rows[0]["step"]["peak_mib"] is not None)
-    figure, panels = _panels(2 * len(kinds), columns=2)
-    panel, ticks = iter(panels), sorted({row["ratio"] for row in rows})
-    for field, what, unit in kinds:
-        for part, title in (("forward", "Forward"), ("step", "Forward and backward")):
-            axes = next(panel)
-            for arm, color in zip(dict.fromkeys(row["arm"] for row in rows), COLORS, strict=False):
-                points = [(row["ratio"], row[part]) for row in rows if row["arm"] == arm]
-                ratios, name = [ratio for ratio, _ in points], ARMS.get(arm, arm)
-                axes.plot(ratios, [values[field] for _, values in points], marker="o", color=color, label=name)
-                if field == "ms" and points[0][1]["graph_ms"] is not None:
-                    times = [values["graph_ms"] for _, values in points]
-                    axes.plot(ratios, times, marker="o", color=color, linestyle=":", label=f"{name}, CUDA graph")
-            axes.set(xscale="log", yscale="log")
-            plain_ticks(axes.xaxis, axes.yaxis)
-            axes.set_xticks([], minor=True)
-            axes.set_xticks(ticks, [f"{ratio:,}" for ratio in ticks])
-            _label(axes, f"{title}: {what}", "candidates a request", unit)
-    _save(figure, path)
-
-
-def plot_latency(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Milliseconds of `train.commands.score` over the candidates of a request."""
-    figure, (axes,) = _panels(1)
-    fields = {
-        "broadcast_ms": "a copy of the request for every candidate, eager",
-        "eager_ms": "no copies, eager",
-        "exported_ms": "no copies, exported",
-    }
-    for (field, label), color in zip(fields.items(), COLORS, strict=False):
-        points = [(row["candidates"], row[field]) for row in rows if field in row]
-        axes.plot(*zip(*points, strict=True), marker="o", color=color, label=label)
-    axes.set(xscale="log", yscale="log")
-    axes.set_ylim(top=3 * axes.get_ylim()[1])  # room for the legend
-    plain_ticks(axes.xaxis, axes.yaxis)
-    _label(axes, "Scores of one request", "candidates", "ms")
-    _save(figure, path)
-
-
 def plot_scaling_law(
     points: Mapping[str, Sequence[tuple[float, float]]],
     lines: Mapping[str, tuple[float, float, float] | None],
@@ -264,9 +218,9 @@ def plot_scaling_law(
     _save(figure, path)
 
 
-def _panels(count: int, *, height: float = 4, vertical: bool = False, columns: int = 3) -> tuple[Figure, list[Axes]]:
-    """`count` axes, one below the other or in rows of at most `columns`."""
-    columns = 1 if vertical else 2 if count == 4 else max(1, min(columns, count))
+def _panels(count: int, *, height: float = 4, vertical: bool = False) -> tuple[Figure, list[Axes]]:
+    """`count` axes, one below the other or in rows of at most three."""
+    columns = 1 if vertical else 2 if count == 4 else max(1, min(3, count))
     rows = -(-max(count, 1) // columns)
     size = (8, 0.75 * height * rows) if vertical else (6 * columns, height * rows)
     figure = Figure(figsize=size, layout="constrained")

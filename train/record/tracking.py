@@ -124,7 +124,6 @@ class _Wandb:
             dir=run_dir,
             project=os.environ.get("WANDB_PROJECT", tracking.project),
             group=tracking.group,
-            job_type=tracking.job_type,
             tags=tracking.tags or None,
             name=tracking.name or os.environ.get("WANDB_NAME", run_dir.name),
             id=run_id,

@@ -74,10 +74,14 @@ def from_arrow_stream(data: bytes, most: int | None = None, most_bytes: int | No
     """
     try:
         refuse_heavy(data, most, most_bytes)
-        reader = pa.ipc.open_stream(data)
+        source = pa.BufferReader(data)
+        reader = pa.ipc.open_stream(source)
         for field in reader.schema:
             _refuse_type(field.type, f"column {shown(field.name)}")
-        return from_arrow(reader, most_bytes)
+        requests = from_arrow(reader, most_bytes)
+        if behind := len(data[source.tell() :].strip(b"\0")):
+            raise ValueError(f"{behind} bytes stand behind the end of the Arrow stream; send one stream a call")
+        return requests
     except ValueError as error:
         if not isinstance(error, pa.ArrowException):
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import pickle
 import sys
@@ -26,14 +25,25 @@ from modules.loss import TaskLosses
 from modules.models.scoring import IN_PROGRAM, Sequences, VendorInputs, scoring_inputs, vendor_inputs
 from modules.pretrained import PretrainedModel, is_importable, load_embedding, read_description
 from train.config.places import name_here
+from train.process import saved
 from train.process.files import faults
 from train.serving.user_side import Halves, UserSides
 from train.speedup.replay import Replay
 
 ABOUT = "export.json"
 PROGRAM = "model.pt2"
+FIELDS = {
+    "operators": list[str], "program": str | None, "dtype": str, "device": str, "compiled": bool,
+    "tasks": dict[str, dict[str, Any]],
+}  # fmt: skip
+LATER = {
+    "eager": str | None, "data_fingerprint": str | None, "checkpoint": str | None, "overrides": list[str],
+    "files": dict,
+}  # fmt: skip
 OPERATORS = ("kernels", "modules")
 """Packages whose modules an export may name."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICES = ("cpu", "cuda")
 WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 SMALLEST = 16
 """Candidates that a request is filled up to at least, so that graphs serve many numbers of them."""
@@ -107,10 +117,10 @@ class Scorer:
         config, self.spec = read_description(folder)
         self.device = torch.device(about["device"])
         self.max_candidates = self.spec.max_candidates
-        self.dtype: torch.dtype = getattr(torch, about["dtype"])
-        if own := [chosen["loss"] for chosen in about["tasks"].values() if "." in chosen["loss"]]:
-            raise ValueError(f"{folder / ABOUT} names {own[0]}, which no export does: scoring imports no such code")
-        self.losses = TaskLosses(about["tasks"], self.spec.tasks)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"{folder} was exported for a GPU, and there is none; export it with runtime.device=cpu")
+        self.dtype = DTYPES[about["dtype"]]
+        self.losses = _losses(about["tasks"], self.spec, folder / ABOUT)
         self.data_fingerprint: str | None = about.get("data_fingerprint")
         self.gate = Gate()
         self._model: PretrainedModel | None = None
@@ -122,7 +132,12 @@ class Scorer:
         self._program: Replayed | None = None
         self._loaded: Callable[..., Tensor] | None = None
         if about["program"]:
-            self._loaded = load_compiled(folder) if about["compiled"] else _load_program(folder / PROGRAM)
+            try:
+                self._loaded = load_compiled(folder) if about["compiled"] else _load_program(folder / PROGRAM)
+            except (OSError, RuntimeError, zipfile.BadZipFile) as error:
+                said = f"compiled={about['compiled']}, operators={about['operators']}"
+                why = str(error).partition("\n")[0]
+                raise ValueError(f"{PROGRAM} is not what {folder / ABOUT} says ({said}): {why}") from error
             self._program = Replayed(self._loaded, self.spec, self.device)
         self._lock = threading.Lock()
         self.user_sides: UserSides | None = None
@@ -251,18 +266,33 @@ class Scorer:
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """`export.json` of a folder. ValueError when it is not there or of another version."""
+    """`export.json` of a folder. ValueError when it is not there, or for a field that no export has so."""
+    path = folder / ABOUT
     try:
-        about = json.loads((folder / ABOUT).read_text())
+        about = saved.fields(path.read_bytes(), path, FIELDS, LATER)
+        saved.check_sums(about.get("files", {}), path)
+        for name, known in (("device", DEVICES), ("dtype", tuple(DTYPES)), ("program", (None, PROGRAM))):
+            if about[name] not in known:
+                raise ValueError(f"{path} is damaged ({name}={about[name]!r} is none of {known})")
     except OSError as error:
         raise ValueError(f"{folder} holds no exported model ({error}); write one with train.commands.export") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{folder / ABOUT} is damaged ({error}); export the model anew") from None
-    if missing := [key for key in ("operators", "program", "dtype") if key not in about]:
-        raise ValueError(f"{folder / ABOUT} has no {missing[0]!r}: it is of another version; export the model anew")
-    if stray := [name for name in about.get("files", {}) if Path(name).is_absolute() or ".." in Path(name).parts]:
-        raise ValueError(f"{folder / ABOUT} names {stray[0]!r}, a file of another folder; export the model anew")
+    except ValueError as error:
+        raise ValueError(f"{error}; export the model anew") from None
     return about
+
+
+def _losses(tasks: dict[str, dict[str, Any]], spec: FeatureSpec, path: Path) -> TaskLosses:
+    """ValueError, which names the task, for losses that are none, or not of this model, and for those of other code."""
+    if own := [name for name, chosen in tasks.items() if "." in str(chosen.get("loss"))]:
+        loss = f"tasks.{own[0]}.loss={tasks[own[0]]['loss']}"
+        raise ValueError(f"{path} has {loss}, which no export has: scoring imports no such code")
+    try:
+        losses = TaskLosses(tasks, spec.tasks)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); export the model anew") from None
+    if sum(losses.outputs) != spec.num_outputs:
+        raise ValueError(f"{path} is damaged (tasks have {losses.outputs} outputs, the model {spec.num_outputs})")
+    return losses
 
 
 def each_request(tokens: Tokens, batch: RequestBatch) -> list[tuple[Tokens, Tensor, tuple[VendorInputs, ...]]]:
@@ -298,7 +328,10 @@ def _import_operators(modules: list[str]) -> None:
     """
     for name in modules:
         if name.removeprefix("gemsmith.").partition(".")[0] in OPERATORS:
-            importlib.import_module(name_here(name))
+            try:
+                importlib.import_module(name_here(name))
+            except ImportError as error:
+                raise ValueError(f"{ABOUT} names operators of another version ({error}); export anew") from None
         elif name not in sys.modules:
             raise ValueError(
                 f"the export needs operators of {name!r}, which is none of {', '.join(f'{p}.*' for p in OPERATORS)}; "

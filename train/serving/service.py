@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
+
+from torch import Tensor
 
 from train.data.reader import RequestReader
 from train.serving.scorer import Scorer
@@ -30,7 +33,8 @@ class Service:
         return self.scorer.spec.tasks
 
     def __call__(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, list[Any]]]:
-        """For each request, by task, one prediction a candidate: a number, or for a task of several classes a list.
+        """For each request, by task, one prediction a candidate: a number, or for a task of several classes a list;
+        None in place of a number that overflowed in the model.
 
         Requests are those of `RequestReader.batch`. ValueError for one that is wrong.
         """
@@ -46,7 +50,7 @@ class Service:
         results: list[dict[str, list[Any]]] = [{}] * len(requests)
         with self.scorer.gate.passing():  # all of a call by one version
             for group, batch in zip(groups, batches, strict=True):
-                columns = self._by_task(self.scorer(batch).tolist())
+                columns = self._by_task(_numbers(self.scorer(batch).cpu()))
                 for place, (first, end) in zip(group, pairwise(batch.candidate_offsets.tolist()), strict=True):
                     results[place] = {task: values[first:end] for task, values in columns.items()}
         return results
@@ -56,13 +60,20 @@ class Service:
         if requests:
             self.scorer.check(self.read.batch(requests))
 
-    def _by_task(self, rows: list[list[float]]) -> dict[str, list[Any]]:
+    def _by_task(self, rows: list[list[float | None]]) -> dict[str, list[Any]]:
         spec, columns, first = self.scorer.spec, {}, 0
         for task, width in zip(spec.tasks, spec.outputs or [1] * len(spec.tasks), strict=True):
             end = first + width
             columns[task] = [row[first] for row in rows] if width == 1 else [row[first:end] for row in rows]
             first = end
         return columns
+
+
+def _numbers(scores: Tensor) -> list[list[float | None]]:
+    """What JSON can say: it has neither NaN nor infinity."""
+    if scores.isfinite().all():
+        return scores.tolist()
+    return [[score if math.isfinite(score) else None for score in row] for row in scores.tolist()]
 
 
 def _length(request: Any) -> int:

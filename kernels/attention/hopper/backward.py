@@ -67,9 +67,9 @@ def _attention_backward_kernel(
     scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent, scale, left, right,
     Q_STEP: gl.constexpr, K_STEP: gl.constexpr, V_STEP: gl.constexpr, G_STEP: gl.constexpr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    DV_PARTS: gl.constexpr,
+    DK_PARTS: gl.constexpr, DV_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """A token of dv is DV_PARTS times as far from the next as its heads take."""
+    """A token of dk is DK_PARTS times as far from the next as its heads take, one of dv DV_PARTS times."""
     let_next_start()
     dtype: gl.constexpr = q_desc.dtype
     D: gl.constexpr = q_desc.block_type.shape[1]
@@ -110,9 +110,11 @@ def _attention_backward_kernel(
     gl.warp_specialize(
         [
             (differentiate, (buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr,
-                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, RUNS, LEFT, RIGHT, DV_PARTS, 0)),
+                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, RUNS, LEFT, RIGHT, DK_PARTS,
+                             DV_PARTS, 0)),
             (differentiate, (buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr,
-                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, RUNS, LEFT, RIGHT, DV_PARTS, 1)),
+                             dv_ptr, exponent, scale, left, right, HEADS, GROUP, RUNS, LEFT, RIGHT, DK_PARTS,
+                             DV_PARTS, 1)),
             (load_tiles, (descs, buffers, bars, table_ptr, scratch_ptr, flags_ptr, tiles_stride, left, right,
                           Q_STEP, K_STEP, V_STEP, G_STEP, HEADS, GROUP, RUNS, LEFT, RIGHT)),
         ],
@@ -197,8 +199,8 @@ def attention_backward(
     # Each half of the columns of keys is an operand, which must not divide a swizzled line.
     k_desc, k_step = head_descriptor(k, QUERIES, swizzle=head_dim)
     statistics_desc = line_descriptor(statistics, QUERIES)
-    dv_parts = dv.stride(0) // (kv_heads * head_dim)
-    constants = (q_step, k_step, v_step, g_step, kv_heads, group, runs, left >= 0, right >= 0, dv_parts)
+    parts = [x.stride(0) // (kv_heads * head_dim) for x in (dk, dv)]
+    constants = (q_step, k_step, v_step, g_step, kv_heads, group, runs, left >= 0, right >= 0, *parts)
     _launch_backward(
         (programs, 1, 1), (q.device, q.dtype, head_dim, left, right, *constants),
         q_desc, k_desc, v_desc, g_desc, statistics_desc, dk_desc, dv_desc, table, flags, flags.shape[1], scratch,

@@ -210,7 +210,7 @@ def differentiate(
     buffers, bars, dk_desc, dv_desc, table_ptr, tiles_stride, scratch_ptr, dq_ptr, dk_ptr, dv_ptr, exponent, scale,
     left, right,
     HEADS: gl.constexpr, GROUP: gl.constexpr, RUNS: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
-    DV_PARTS: gl.constexpr, C: gl.constexpr,
+    DK_PARTS: gl.constexpr, DV_PARTS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup C of the two: dk and dv of its keys, and its columns of dq."""
     k_s, v_s, q_s, g_s, ds_s, lse_s, delta_s = buffers
@@ -320,7 +320,7 @@ def differentiate(
             queries = queries_of(table_ptr, turn * RUNS + run + 1, num_items, HEADS, RUNS)
         following = keys_of(table_ptr, turn + 1, num_items, HEADS, RUNS)
         row = k_start + j * 128 + C * 64
-        position = row.to(gl.int64) * (HEADS * D) + head * D
+        dk_position = row.to(gl.int64) * (DK_PARTS * HEADS * D) + head * D
         dv_position = row.to(gl.int64) * (DV_PARTS * HEADS * D) + head * D
         # This was the last use of the tile's values.
         buffer = v_s.index(kv * 2 + C)
@@ -334,11 +334,11 @@ def differentiate(
             fence_async_shared()
             tma.async_copy_shared_to_global(dv_desc, [row, head * D], buffer)
         elif busy:
-            store_rows(through_shared(buffer, dk * scale), dk_ptr + position, own_keys, HEADS * D)
+            store_rows(through_shared(buffer, dk * scale), dk_ptr + dk_position, own_keys, DK_PARTS * HEADS * D)
             store_rows(through_shared(buffer, dv), dv_ptr + dv_position, own_keys, DV_PARTS * HEADS * D)
             fence_async_shared()
         else:
-            store_rows(dk, dk_ptr + position, own_keys, HEADS * D)
+            store_rows(dk, dk_ptr + dk_position, own_keys, DK_PARTS * HEADS * D)
             store_rows(dv, dv_ptr + dv_position, own_keys, DV_PARTS * HEADS * D)
         keys = following
     # dq of the last step.

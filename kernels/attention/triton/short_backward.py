@@ -23,10 +23,10 @@ def attention_short_backward_kernel(
     grad, q, k, v, out, lse, dq, dk, dv, q_offsets, k_offsets, total, scale, left, right,
     stride_gn, stride_gh, stride_qn, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_on, stride_oh,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WINDOWED: tl.constexpr, BESIDE: tl.constexpr,
-    DV_PARTS: tl.constexpr,
+    DK_PARTS: tl.constexpr, DV_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Query heads that share a key head come one after the other. A token of dv is DV_PARTS times as far from the next
-    as its heads take."""
+    """Query heads that share a key head come one after the other. A token of dk is DK_PARTS times as far from the next
+    as its heads take, one of dv DV_PARTS times."""
     HEADS: tl.constexpr = KEY_HEADS * GROUP
     first_head = tl.program_id(0) % KEY_HEADS
     q_begin, num_queries, k_begin, num_keys = row_of(q_offsets, k_offsets, tl.program_id(0) // KEY_HEADS, 0, 0, False)
@@ -65,7 +65,7 @@ def attention_short_backward_kernel(
         store(dq, position, q_head, queries, tl.dot(tl.trans(ds), k_tile) * scale, HEADS, D, D)
         dv_tile = tl.dot(p.to(grad_tile.dtype), grad_tile, dv_tile)
         dk_tile = tl.dot(ds, q_tile, dk_tile)
-    store(dk + k_begin * (KEY_HEADS * D), position, head, keys, dk_tile * scale, KEY_HEADS, D, D)
+    store(dk + k_begin * (DK_PARTS * KEY_HEADS * D), position, head, keys, dk_tile * scale, DK_PARTS * KEY_HEADS, D, D)
     store(dv + k_begin * (DV_PARTS * KEY_HEADS * D), position, head, keys, dv_tile, DV_PARTS * KEY_HEADS, D, D)
 
 
@@ -86,7 +86,7 @@ def backward(
     *,
     beside: bool,
 ) -> None:
-    """Write the gradients, contiguous but for the distance of dv's tokens, of rows of at most LONGEST queries and keys.
+    """Write the gradients, contiguous but for the distance of tokens of dk and dv, of rows of at most LONGEST each.
 
     Half precision, heads of 64 or 128 contiguous features, lse [H, Nq] float32. `beside` is as in
     `kernels.gdpa.triton.short.forward`.
@@ -97,7 +97,8 @@ def backward(
     inputs = (grad, q, k, v, out)
     strides = tuple([stride for x in inputs for stride in x.stride()[:2]])
     left, right, _ = window_of(mask)
-    constants = (kv_heads, num_heads // kv_heads, dim, mask.windowed, beside, dv.stride(0) // (kv_heads * dim))
+    parts = [x.stride(0) // (kv_heads * dim) for x in (dk, dv)]
+    constants = (kv_heads, num_heads // kv_heads, dim, mask.windowed, beside, *parts)
     places = aligned(*inputs, lse, q_offsets, k_offsets)
     _launch(
         (kv_heads * (k_offsets.shape[0] - 1), 1, 1),

@@ -5,9 +5,8 @@ and keys equally long; queries of uniform lengths against full keys; 256 keys. T
 queries, with uniform and with heavy-tailed lengths. `block_*` puts the norms of a block around it; `hstu_*`
 have SiLU and the masks of HSTU.
 
-On a GPU there are three more groups at one length: `activation_*`, what each activation costs; `ablation_*`, what each
-part of the Hopper forward brings; and `gelu_*`, the three forms of GELU in heads of 128 and of 64,
-which have half the products for each activation.
+On a GPU there are two more groups at one length: `ablation_*`, what each part of the Hopper forward brings, and
+`gelu_*`, the three forms of GELU in heads of 128 and of 64, which have half the products for each activation.
 
 Every call computes its own list of tiles, although layers with the same offsets would share it.
 """
@@ -27,7 +26,7 @@ from kernels.bench.cases import gdpa_block, gdpa_hstu
 from kernels.bench.cases.gdpa_ablation import HOPPER_STEPS, hopper_steps
 from kernels.bench.cases.gdpa_peer import load_peer
 from kernels.core import dispatch
-from kernels.gdpa import ACTIVATIONS, gdpa
+from kernels.gdpa import gdpa
 from kernels.jagged import jagged_to_padded, padded_to_jagged
 
 HEADS, HEAD_DIM = 4, 128
@@ -56,7 +55,6 @@ def cases(device: torch.device) -> list[Case]:
     def forward(name: str, kind: str, **options: Any) -> Case:
         return Case(f"{name}_fwd_L{ONE_LENGTH}", partial(_problem, kind, "fwd", ONE_LENGTH, **options))
 
-    activations = [forward(f"activation_{name}", "self_dense", activation=name) for name in ACTIVATIONS]
     ablations = [forward(f"ablation_{kind}", kind, ablation=True) for kind in LENGTHS_OF]
     forms = [
         Case(
@@ -66,7 +64,7 @@ def cases(device: torch.device) -> list[Case]:
         for dim in (HEAD_DIM, HEAD_DIM // 2)
         for direction in ("fwd", "bwd")
     ]
-    return shapes + activations + ablations + forms
+    return shapes + ablations + forms
 
 
 def full(rows: int, maximum: int) -> Tensor:
@@ -99,7 +97,6 @@ def _problem(
     direction: str,
     max_q: int,
     device: torch.device,
-    activation: str = "gelu_tanh",
     ablation: bool = False,
     head_dim: int = HEAD_DIM,
     forms: tuple[str, ...] = (),
@@ -126,7 +123,7 @@ def _problem(
     def runner(attend: Callable[[], Tensor]) -> Runner:
         return runner_of(attend, inputs, cotangent, backward)
 
-    def prepare(backend: str, activation: str = activation) -> Runner:
+    def prepare(backend: str, activation: str = "gelu_tanh") -> Runner:
         if backend == "reference":
             _refuse_large_scratch(rows * HEADS * max_q * max_k * 16, device)
         return runner(
@@ -141,7 +138,7 @@ def _problem(
         )
 
     def prepare_step(name: str) -> Runner:
-        return Runner(hopper_steps(q, k, v, q_offsets, k_offsets, max_k, activation)[name])
+        return Runner(hopper_steps(q, k, v, q_offsets, k_offsets, max_k, "gelu_tanh")[name])
 
     def prepare_peer() -> Runner:
         """Its fast_gelu is the tanh form through the hardware's tanh; it takes keys as full or jagged."""
@@ -183,12 +180,12 @@ def _problem(
         contenders |= {f"hopper, {name}": partial(prepare_step, name) for name in HOPPER_STEPS}
     else:
         contenders = backends_of("gdpa", prepare)
-    if activation == "gelu_tanh" and not (ablation or forms):
+    if not (ablation or forms):
         contenders |= {"ads_model_kernel_library": prepare_peer, "torch on padded": prepare_padded}
     width = HEADS * head_dim * dtype.itemsize
     return Problem(
         contenders=contenders,
-        check=check_relative_error(_expected(q, k, v, cotangent, q_lengths, k_lengths, activation, backward), LIMIT),
+        check=check_relative_error(_expected(q, k, v, cotangent, q_lengths, k_lengths, backward), LIMIT),
         flops=4 * HEADS * head_dim * pairs * (2.5 if backward else 1.0),
         bytes=(3 * total_q + 4 * total_k if backward else 2 * total_q + 2 * total_k) * width,
     )
@@ -206,7 +203,6 @@ def _expected(
     cotangent: Tensor,
     q_lengths: Tensor,
     k_lengths: Tensor,
-    activation: str,
     backward: bool,
 ) -> tuple[Tensor, ...]:
     """Output or gradients in float32 from the reference, a few rows at a time to bound its scratch memory."""
@@ -231,7 +227,7 @@ def _expected(
             *offsets,
             max_q=max_q,
             max_k=max_k,
-            activation=activation,
+            activation="gelu_tanh",
             score_scale=1.0,
             backend="reference",
         )

@@ -67,30 +67,20 @@ def cases(device: torch.device) -> list[Case]:
         for direction in ("fwd", "bwd")
         for precision in ("bf16", "tf32", "fp32")
         if precision == "fp32" or (on_gpu and (product or precision == "bf16"))
-    ] + [
-        Case(f"{kind}_{size}MB", partial(_moving, kind, size * 1_000_000))
-        for kind in ("copy", "negate", "read", "fill")
-        for size in (MOVED_MB if on_gpu else MOVED_MB[:1])
-    ]
+    ] + [Case(f"copy_{size}MB", partial(_copying, size * 1_000_000)) for size in (MOVED_MB if on_gpu else MOVED_MB[:1])]
 
 
-def _mover(kind: str, size: float, device: torch.device) -> tuple[Callable[[], Any], Tensor]:
-    """(a function that reads half of `size` bytes and writes the other, or only reads or writes all; its result)."""
-    source = torch.arange(int(size) // (8 if kind in ("copy", "negate") else 4), device=device).float()
-    target = torch.empty_like(source)
-    moves: dict[str, tuple[Callable[[], Any], Tensor]] = {
-        "copy": (lambda: target.copy_(source), source),  # copied as memory, not by a kernel
-        "negate": (lambda: torch.neg(source, out=target), -source),
-        "read": (lambda: source.sum(), source.double().sum()),
-        "fill": (lambda: target.fill_(1.0), torch.ones_like(source)),
-    }
-    return moves[kind]
+def _halves(size: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two tensors of `size` bytes together."""
+    source = torch.arange(int(size) // 8, device=device).float()
+    return source, torch.empty_like(source)
 
 
-def _moving(kind: str, size: int, device: torch.device) -> Problem:
-    """Contenders that only move as many bytes."""
-    step, expected = _mover(kind, size, device)
-    return Problem({"torch": lambda: Runner(step)}, check_relative_error((expected,), 1e-5), 0.0, float(size))
+def _copying(size: int, device: torch.device) -> Problem:
+    """Copied as memory, not by a kernel."""
+    source, target = _halves(size, device)
+    check = check_relative_error((source,), 1e-5)
+    return Problem({"torch": lambda: Runner(lambda: target.copy_(source))}, check, 0.0, float(size))
 
 
 # Operator -> whether it has products of matrices, whose float32 operands may be rounded to tf32.
@@ -349,8 +339,8 @@ def _problem(name: str, direction: str, precision: str, shape: tuple[int, ...], 
         expected = torch.autograd.grad(out, exact, cotangent.double())
 
     def negation() -> Runner:
-        step, _ = _mover("negate", elements * dtype.itemsize, device)
-        return Runner(step, lambda _: expected)
+        source, target = _halves(elements * dtype.itemsize, device)
+        return Runner(lambda: torch.neg(source, out=target), lambda _: expected)
 
     read = out.numel() + sum(out.numel() if i < 0 else inputs[i].numel() for i in operator.saved)
     elements = sum(tensor.numel() for tensor in inputs) + (read + operator.kept if backward else out.numel())

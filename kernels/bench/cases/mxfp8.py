@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from kernels import mxfp8, tokens
-from kernels.bench import Case, Problem, Runner, backends_of, check_equal, check_relative_error
+from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error
 from kernels.bench.cases import mxfp8_grouped
 
-# Routed rows M, features K; and M, output features N, K, experts.
-GPU_QUANTIZE, CPU_QUANTIZE = [(131072, 7168), (131072, 2048)], [(256, 512)]
+# Routed rows M, output features N, features K, experts.
 GPU_GROUPED, CPU_GROUPED = [(131072, 2048, 7168, 8), (32768, 4096, 2048, 16)], [(256, 64, 96, 4)]
 
 # Rows M, features K, output features N.
@@ -38,14 +37,8 @@ BF16_LIMIT, MXFP8_LIMIT = 1e-2, 6e-2
 
 def cases(device: torch.device) -> list[Case]:
     on_gpu = device.type == "cuda"
-    quantize = GPU_QUANTIZE if on_gpu else CPU_QUANTIZE
     grouped = GPU_GROUPED if on_gpu else CPU_GROUPED
     return [
-        *(
-            Case(f"quantize_{name}_{rows}x{features}", partial(_quantize, axis, rows, features))
-            for rows, features in quantize
-            for name, axis in (("rows", 1), ("columns", 0))
-        ),
         *(
             Case(f"grouped_mm_{recipe}_M{m}_N{n}_K{k}_E{experts}", partial(_grouped_mm, recipe, m, n, k, experts))
             for m, n, k, experts in grouped
@@ -65,21 +58,6 @@ def cases(device: torch.device) -> list[Case]:
 
 def _random(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(len(shape))).bfloat16()
-
-
-def _quantize(axis: int, rows: int, features: int, device: torch.device) -> Problem:
-    x = _random(device, rows, features)
-
-    def prepare(backend: str) -> Runner:
-        return Runner(lambda: mxfp8.quantize(x, axis, backend=backend), lambda quantized: quantized[:2])
-
-    codes, scales, _ = mxfp8.quantize(x, axis, backend="reference")
-    return Problem(
-        contenders=backends_of("mxfp8_quantize", prepare),
-        check=check_equal((codes, scales)),
-        flops=0,
-        bytes=x.nbytes + codes.nbytes + scales.nbytes,
-    )
 
 
 def _grouped_mm(recipe: str, m: int, n: int, k: int, experts: int, device: torch.device) -> Problem:

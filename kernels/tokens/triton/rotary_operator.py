@@ -54,8 +54,7 @@ def _rotate_qkv_backward(
     positions: Tensor | None,
 ) -> Tensor:
     gradient = dq.new_empty(dq.shape[0], 3, *dq.shape[1:])
-    _turn_back(gradient, dq, dk, more_dk, cos, sin, positions)
-    tokens.copy_heads(dv, gradient[:, 2], more_dv)
+    _turn_back(gradient, dq, dk, dv, more_dk, more_dv, cos, sin, positions)
     return gradient
 
 
@@ -63,13 +62,18 @@ def _turn_back(
     gradient: Tensor,
     dq: Tensor,
     dk: Tensor,
+    dv: Tensor,
     more_dk: Tensor | None,
+    more_dv: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     positions: Tensor | None,
 ) -> None:
+    """dv may be where it belongs already."""
     tokens.rotate(dq, cos, sin, positions, True, gradient[:, 0])
     tokens.rotate(dk, cos, sin, positions, True, gradient[:, 1], more_dk)
+    if more_dv is not None or dv._base is not gradient:
+        tokens.copy_heads(dv, gradient[:, 2], more_dv)
 
 
 @_rotate_qkv_backward.register_fake
@@ -104,10 +108,10 @@ def turned_back(gradients: Sequence[Tensor], cos: Tensor, sin: Tensor, positions
     of k and v if there is one."""
     dq, dk, dv, more_dk, more_dv = gradients if len(gradients) == 5 else (*gradients, None, None)
     arguments = (dq, dk, dv, more_dk, more_dv, cos, sin, positions)
-    together = None if more_dv is not None or intercepted(arguments) else whole_of(dv, 3)
+    together = None if intercepted(arguments) else whole_of(dv, 3)
     if together is None:
         return cast(Tensor, _rotate_qkv_backward(*arguments))
-    _turn_back_in_place(together, dq, dk, more_dk, cos, sin, positions)
+    _turn_back_in_place(together, *arguments)
     return together
 
 

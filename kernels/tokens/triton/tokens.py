@@ -68,7 +68,7 @@ def rms_norm_backward_kernel(
 
 @triton.jit(do_not_specialize=["num_heads"])
 def rotate_kernel(
-    x, more, cos, sin, positions, out, x_token, x_head, out_token, out_head, num_heads,
+    x, more, cos, sin, positions, out, x_token, x_head, more_token, more_head, out_token, out_head, num_heads,
     INVERSE: tl.constexpr, TABLE: tl.constexpr, ADD: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -87,6 +87,7 @@ def rotate_kernel(
     first = tl.load(x + places, inside, 0.0).to(tl.float32)
     second = tl.load(x + places + WIDTH, inside, 0.0).to(tl.float32)
     if ADD:
+        places = (token * more_token + head * more_head)[:, None] + column[None, :]
         first += tl.load(more + places, inside, 0.0).to(tl.float32)
         second += tl.load(more + places + WIDTH, inside, 0.0).to(tl.float32)
     places = out + (token * out_token + head * out_head)[:, None] + column[None, :]
@@ -96,15 +97,15 @@ def rotate_kernel(
 
 @triton.jit(do_not_specialize=["num_heads"])
 def copy_heads_kernel(
-    x, more, out, x_token, x_head, out_token, out_head, num_heads,
+    x, more, out, x_token, x_head, more_token, more_head, out_token, out_head, num_heads,
     ADD: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, head, real = _heads(num_heads, HEADS, ROWS)
     column = tl.arange(0, BLOCK)
     inside = real[:, None] & (column < WIDTH)[None, :]
-    places = (token * x_token + head * x_head)[:, None] + column[None, :]
-    values = tl.load(x + places, inside)
+    values = tl.load(x + (token * x_token + head * x_head)[:, None] + column[None, :], inside)
     if ADD:
+        places = (token * more_token + head * more_head)[:, None] + column[None, :]
         values = (values.to(tl.float32) + tl.load(more + places, inside).to(tl.float32)).to(out.dtype.element_ty)
     tl.store(out + (token * out_token + head * out_head)[:, None] + column[None, :], values, inside)
 
@@ -142,7 +143,7 @@ _launch_move = Launcher(move_rows_kernel)
 def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
     """n like x [..., D], contiguous, in `dtype`."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    _over_heads(_launch_norm, x.shape[-1], x, (out,), options=(epsilon,))
+    _over_heads(_launch_norm, x.shape[-1], _of_heads(x), (out,), options=(epsilon,))
     return out
 
 
@@ -150,6 +151,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, epsilon: float, more: Tensor | No
     """dx like x, contiguous; the gradient of n is `grad`, or grad + more."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     options = (epsilon, more is not None)
+    x, grad, more = _of_heads(x), _of_heads(grad), None if more is None else _of_heads(more)
     if x.dim() == 3:
         grad, more = _alike(grad, more)
         strides = grad.stride()[:2]
@@ -178,17 +180,25 @@ def rotate(
     angles = (cos.contiguous(), sin.contiguous())
     places = angles[0] if positions is None else positions.contiguous()
     options = (inverse, positions is not None, more is not None)
-    x, more = _alike(x, more)
-    tensors = (more, *angles, places, out)
-    _over_heads(_launch_rotate, x.shape[2] // 2, x, tensors, strides=out.stride()[:2], options=options)
+    more = _walkable(x if more is None else more)
+    tensors, strides = (more, *angles, places, out), (*more.stride()[:2], *out.stride()[:2])
+    _over_heads(_launch_rotate, x.shape[2] // 2, x, tensors, strides=strides, options=options)
     return out
 
 
 def copy_heads(x: Tensor, out: Tensor, more: Tensor | None = None) -> None:
-    """Write x [N, H, d], or x + more, into `out`, a part of a larger tensor, in whole cache lines, unlike PyTorch."""
-    added = more is not None
-    x, more = _alike(x, more)
-    _over_heads(_launch_copy, x.shape[2], x, (more, out), strides=out.stride()[:2], options=(added,))
+    """Write x [N, H, d], or x + more, into `out`, a part of a larger tensor, in whole cache lines, unlike PyTorch.
+
+    `out` may be x itself.
+    """
+    added, more = more is not None, _walkable(x if more is None else more)
+    strides = (*more.stride()[:2], *out.stride()[:2])
+    _over_heads(_launch_copy, x.shape[2], x, (more, out), strides=strides, options=(added,))
+
+
+def _of_heads(x: Tensor) -> Tensor:
+    """x [N, H, D] of one [..., H, D], without a copy where strides allow it."""
+    return x.flatten(0, -3) if x.dim() > 3 else x
 
 
 def _alike(x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -196,6 +206,11 @@ def _alike(x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
     if x.stride(2) != 1 or (more is not None and more.stride() != x.stride()):
         x, more = x.contiguous(), None if more is None else more.contiguous()
     return x, x if more is None else more
+
+
+def _walkable(x: Tensor) -> Tensor:
+    """x [N, H, d] with strides that kernels walk."""
+    return x if x.stride(2) == 1 else x.contiguous()
 
 
 def move_rows(values: Tensor, places: Tensor, out: Tensor, scatter: bool, divisor: float = 1.0) -> None:
@@ -225,15 +240,12 @@ def _over_heads(
 ) -> None:
     """Launch over the heads of x [N, H, D], whose strides the kernels walk, or over its rows if it has another shape.
 
-    `before` and `others` are the tensors before and after x among the arguments, all contiguous except one whose
+    `before` and `others` are the tensors before and after x among the arguments, all contiguous except those whose
     strides of tokens and heads are given.
     """
     if not x.numel():
         return
-    if x.dim() != 3:
-        x = x.contiguous().view(-1, 1, x.shape[-1])
-    elif x.stride(2) != 1:
-        x = x.contiguous()
+    x = _walkable(x) if x.dim() == 3 else x.contiguous().view(-1, 1, x.shape[-1])
     num_tokens, heads, _ = x.shape
     constants = tiling(width)
     warps = constants.pop("num_warps")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from kernels.attention import jagged_attention
@@ -15,12 +16,20 @@ class JaggedSelfAttention(nn.Module):
 
     Every token of a row sees every other (InterFormer's sequences end before the candidate, so nothing there needs a
     causal mask); `window` limits a token to neighbours |i - j| <= window, `causal` to itself and those before it.
+    `sinks` learns a logit for each head that joins every softmax and has no value, so that a head may look away.
     `max_length` is a constant that no row exceeds, not a maximum of the batch. There is no dropout on attention
     weights: fused kernels do not hold them in memory.
     """
 
     def __init__(
-        self, dim: int, num_heads: int, *, max_length: int, window: int | None = None, causal: bool = False
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        max_length: int,
+        window: int | None = None,
+        causal: bool = False,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim(dim, num_heads)
@@ -28,6 +37,7 @@ class JaggedSelfAttention(nn.Module):
         self.max_length = max_length
         self.window = window
         self.causal = causal
+        self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
         self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
         self.output = nn.Linear(dim, dim, bias=False)
 
@@ -52,6 +62,7 @@ class JaggedSelfAttention(nn.Module):
             max_k=self.max_length,
             window=self.window,
             causal=self.causal,
+            sinks=self.sinks,
         )
         return self.output(attended.flatten(1))
 

@@ -1,7 +1,7 @@
 """Tables whose rows are those of the ids that occur: TorchRec's managed collisions, for ids that never end.
 
 An id gets a row of its own once it has occurred often enough between two reviews of a table, and loses it to one that
-scores better: by how often it has occurred, divided by how long ago it did unless `evict` is lfu. All ids without a row
+scores better: by how often it has occurred, divided by how long ago it did. All ids without a row
 share the last one of a shard.
 """
 
@@ -17,7 +17,6 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
-    LFU_EvictionPolicy,
     ManagedCollisionCollection,
     MCHManagedCollisionModule,
 )
@@ -90,10 +89,9 @@ def managed_collection(
     )
 
 
-def _policy(settings: ManagedTable) -> LFU_EvictionPolicy | DistanceLFU_EvictionPolicy:
-    policy = {"lfu": LFU_EvictionPolicy, "distance_lfu": DistanceLFU_EvictionPolicy}[settings.evict]
+def _policy(settings: ManagedTable) -> DistanceLFU_EvictionPolicy:
     admitted = partial(_at_least, settings.min_count) if settings.min_count > 1 else None
-    return policy(threshold_filtering_func=admitted)
+    return DistanceLFU_EvictionPolicy(threshold_filtering_func=admitted)
 
 
 def _at_least(min_count: int, counts: Tensor) -> tuple[Tensor, float]:

@@ -193,7 +193,7 @@ class DHENLayer(nn.Module):
         num_candidate: int,
         dim: int,
         *,
-        rank: int,
+        rank: int = 32,
         hidden: Sequence[int],
         dropout: float,
         num_request: int = 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -86,17 +87,31 @@ def compress_together(
     The tokens are read once, forward and backward, and get one gradient instead of one of each layer to add up. Where a
     layer is not plain or has tokens of vendors, each is called.
     """
-    stacked = [layer for layer in layers if is_vanilla(layer, LCE) and layer.vendor is None]
-    parts = [part for layer in stacked for part in layer.children()]
-    if len(stacked) < len(layers) or vendor is not None or not all(is_vanilla(part, nn.Linear) for part in parts):
+    if vendor is not None or not are_plain(layers):
         return [layer(candidate, request, rows, vendor) for layer in layers]
-    own = torch.cat([layer.candidate.weight for layer in stacked])
-    shared = [layer.request for layer in stacked if layer.request is not None]
-    given = request_part(shared[0].in_features if shared else 0, request, rows, "tokens")
+    plain = cast("Sequence[LCE]", layers)
+    own = torch.cat([layer.candidate.weight for layer in plain])
+    above = torch.cat([layer.request.weight for layer in plain if layer.request is not None] or [own[:, :0]])
+    mixed = compressed(own, above, candidate, request, rows)
+    return list(mixed.split([layer.candidate.out_features for layer in plain], dim=1))
+
+
+def are_plain(layers: Sequence[nn.Module]) -> bool:
+    """Whether they are compressions without tokens of vendors, whose weights say all that they do."""
+    return all(
+        is_vanilla(layer, LCE)
+        and layer.vendor is None
+        and all(is_vanilla(part, nn.Linear) for part in layer.children())
+        for layer in layers
+    )
+
+
+def compressed(
+    own: Tensor, above: Tensor, candidate: Tensor, request: Tensor | None, rows: CandidateRows | None
+) -> Tensor:
+    """[C, m, d] of candidate tokens by own [m, num_candidate], and of a request's by above [m, num_request]."""
+    given = request_part(above.shape[1], request, rows, "tokens")
     if given is None:
-        mixed = linear_compression(candidate, [], own, [], [])
-    else:
-        request, rows = given
-        above = torch.cat([layer.weight for layer in shared])
-        mixed = linear_compression(candidate, request, own, above, rows.offsets)
-    return list(mixed.split([layer.candidate.out_features for layer in stacked], dim=1))
+        return linear_compression(candidate, [], own, [], [])
+    request, rows = given
+    return linear_compression(candidate, request, own, above, rows.offsets)

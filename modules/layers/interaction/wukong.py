@@ -8,13 +8,16 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
+from kernels.core.operator import intercepted
 from modules.broadcast import CandidateRows, request_part
 from modules.config import option
 from modules.core.side_stream import SideStream
 from modules.layers.feed_forward.mlp import MLP
 from modules.layers.interaction.dot_cross import inner_products, products_across
-from modules.layers.interaction.lce import LCE, compress_together
+from modules.layers.interaction.lce import LCE, are_plain, compress_together, compressed
 from modules.layers.norms import rms_norm
 
 
@@ -92,9 +95,11 @@ class WukongLayer(nn.Module):
 
     def _mixed(self, candidate: Tensor, request: Tensor | None, rows: CandidateRows | None) -> Tensor:
         given = request_part(self.num_request, request, rows, "tokens")
+        if self.residual is not None and are_plain([self.residual, self.lcb, self.project]):
+            return self._folded(self.residual, candidate, request, rows)
         layers = [self.lcb, self.project, *([] if self.residual is None else [self.residual])]
         linear, projected, *rest = compress_together(layers, candidate, request, rows)
-        machine = self._machine(candidate, request, rows, projected).unflatten(1, (-1, self.dim))
+        machine = self._machine(candidate, request, rows, projected)
         mixed = torch.cat([machine, linear], dim=1)
         if rest:
             return rms_norm(mixed + rest[0])
@@ -104,15 +109,50 @@ class WukongLayer(nn.Module):
         of_request, of_candidate = mixed.split([self.num_request, candidate.shape[1]], dim=1)
         return rms_norm(torch.cat([rows.add(of_request, request), of_candidate + candidate], dim=1))
 
+    def _folded(self, residual: LCE, candidate: Tensor, request: Tensor | None, rows: CandidateRows | None) -> Tensor:
+        """LCB and Res are both linear, so the sum of their tokens is one compression, by the sum of their weights."""
+
+        def together(of_residual: Tensor, of_lcb: Tensor, of_project: Tensor) -> Tensor:
+            return torch.cat([F.pad(of_lcb, (0, 0, self.num_out - len(of_lcb), 0)) + of_residual, of_project])
+
+        layers = (residual, self.lcb, self.project)
+        own = together(*(layer.candidate.weight for layer in layers))
+        shared = [layer.request.weight for layer in layers if layer.request is not None]
+        mixed = compressed(own, together(*shared) if shared else own[:, :0], candidate, request, rows)
+        tokens, projected = mixed.split([self.num_out, self.rank], dim=1)
+        return rms_norm(add_to_first(tokens, self._machine(candidate, request, rows, projected)))
+
     def _machine(
         self, candidate: Tensor, request: Tensor | None, rows: CandidateRows | None, projected: Tensor
     ) -> Tensor:
-        """[C, num_fmb * d]; `projected` is Y^T X."""
+        """[C, num_fmb, d]; `projected` is Y^T X."""
         products = inner_products(candidate, projected)
         if request is not None and rows is not None:
             across = products_across(projected, request, rows, self.max_candidates).unflatten(1, (-1, self.num_request))
             products = torch.cat([across.mT, products], dim=1)
-        return self.fmb(rms_norm(products.flatten(1) * self.dim**-0.5))
+        return self.fmb(rms_norm(products.flatten(1) * self.dim**-0.5)).unflatten(1, (-1, self.dim))
+
+
+def add_to_first(tokens: Tensor, others: Tensor) -> Tensor:
+    """tokens [C, n, d], the first of which have others [C, m, d] added; in their memory, if nothing records it."""
+    if torch.compiler.is_compiling() or intercepted((tokens, others)):
+        return tokens + F.pad(others, (0, 0, 0, tokens.shape[1] - others.shape[1]))
+    return cast(Tensor, _AddToFirst.apply(tokens, others))
+
+
+class _AddToFirst(torch.autograd.Function):
+    """Nobody may have saved `tokens`: autograd does not learn that they change, as it would copy all gradients then."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, others: Tensor) -> Tensor:
+        ctx.number = others.shape[1]
+        tokens.data[:, : ctx.number] += others
+        return tokens.view_as(tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad[:, : ctx.number]
 
 
 class WukongExperts(nn.Module):

@@ -149,11 +149,11 @@ class SequenceSummary(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """([rows, num_cls + num_recent, d], [C, num_pma, d]).
 
-        `candidate` [C, n_c, d] and, in the first layer, `request` [rows, n_u, d] and vendors, normalised; the sequence
-        is at `rows` rows."""
+        `candidate` [C, n_c, d] is normalised; in the first layer it, `request` [rows, n_u, d] and vendors are rows of
+        tables. The sequence is at `rows` rows."""
         dtype = dispatch.autocast_dtype(candidate)  # in which the LCE reads them
         if request is None:
-            condition = self.condition(rms_norm(candidate, dtype=dtype), None, rows)
+            condition = self.condition(candidate, None, rows)
         else:
             condition = self.condition(row_norm(candidate, dtype), row_norm(request, dtype), rows, vendor)
         pooled = self.pma(condition, rows.offsets, tokens.normed, offsets)
@@ -179,7 +179,6 @@ class InteractionArch(nn.Module):
     class Config(TokenConfig):
         # inner products and a cross layer | one of the two | factorisation machines
         interaction: str = option("dhen", choices=[*ENSEMBLES, "wukong"])
-        dcn_rank: int = 32
         wukong: WukongStackConfig = field(default_factory=WukongStackConfig)
         interaction_hidden: list[int] = option([128], least=1)  # the MLP that restores n x d tokens
 
@@ -207,7 +206,7 @@ class InteractionArch(nn.Module):
             num_of_candidate = mixed if index else mixed - num_of_request
             if config.interaction != "wukong":
                 options["ensemble"] = config.interaction
-                layers.append(DHENLayer(num_of_candidate, dim, rank=config.dcn_rank, **options))
+                layers.append(DHENLayer(num_of_candidate, dim, **options))
             else:
                 options |= wukong.layer_options()
                 layers.append(WukongLayer(num_of_candidate, dim, **options))
@@ -223,17 +222,33 @@ class InteractionArch(nn.Module):
     def stack(self) -> Sequence[DHENLayer | WukongLayer]:
         return cast("Sequence[DHENLayer | WukongLayer]", self.get_submodule(self.interaction))
 
+    def normed(self, candidate: Tensor) -> tuple[Tensor, Tensor]:
+        """What `SequenceSummary` and this arch read of the tokens of an earlier layer."""
+        dtype = dispatch.autocast_dtype(candidate)
+        if self.reads(candidate) is dtype:
+            return rms_norm(candidate, dtype=dtype, twice=True)
+        return rms_norm(candidate, dtype=dtype), rms_norm(candidate)
+
+    def reads(self, tokens: Tensor) -> torch.dtype:
+        """Wukong has products of all tokens, which round them; DHEN also adds them up as they are."""
+        return dispatch.autocast_dtype(tokens) if self.interaction == "wukong" else tokens.dtype
+
     def forward(
-        self, candidate: Tensor, request: Tensor | None, summary: Sequence[Tensor], rows: CandidateRows
+        self,
+        candidate: Tensor,
+        request: Tensor | None,
+        summary: Sequence[Tensor],
+        rows: CandidateRows,
+        normed: Tensor | None = None,
     ) -> Tensor:
-        """candidate [C, num_candidate, d], request [rows, num_request, d] if there are any, summary a pair or empty
-        -> [C, num_request + num_candidate, d]."""
-        own, shared = [rms_norm(candidate) if request is None else row_norm(candidate)], []
+        """candidate [C, num_candidate, d], `normed` if it is of an earlier layer, request [rows, num_request, d] if
+        there are any, summary a pair or empty -> [C, num_request + num_candidate, d]."""
+        own, shared = [row_norm(candidate, self.reads(candidate)) if normed is None else normed], []
         if summary:
             shared.append(summary[0])
             own.append(summary[1])
         if request is not None:
-            shared.append(row_norm(request))
+            shared.append(row_norm(request, self.reads(request)))
         first, *rest = self.stack
         mixed = first(torch.cat(own, dim=1), torch.cat(shared, dim=1) if shared else None, rows)
         for layer in rest:

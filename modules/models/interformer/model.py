@@ -17,6 +17,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from kernels.core import dispatch
 from kernels.jagged import jagged_concat, jagged_index_select
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows, VendorTokens
@@ -28,7 +29,7 @@ from modules.layers.feed_forward.block import FeedForwardConfig
 from modules.layers.feed_forward.mlp import TaskHeads
 from modules.layers.feed_forward.plain_head import PlainHead
 from modules.layers.interaction.jagged_feature_interaction import FeatureInteractionConfig
-from modules.layers.norms import add_rms_norm, row_norm
+from modules.layers.norms import add_rms_norm, rms_norm, row_norm
 from modules.layers.sequence.history import HistoryEncoder
 from modules.models.interformer.arches import (
     InteractionArch,
@@ -113,7 +114,7 @@ class InterFormer(LowerLogits, Ranker):
         shared: ClassVar[frozenset[str]] = frozenset(
             {"num_cls", "num_recent", "sequence_context", "jagged_interaction", "plain_head"}
         )
-        retired: ClassVar[dict[str, Any]] = {"dhen_layers": 1, "gate": "identity", "pffn_kron_terms": 0}
+        retired: ClassVar[dict[str, Any]] = {"dhen_layers": 1, "gate": "identity", "pffn_kron_terms": 0, "dcn_rank": 32}
         moved: ClassVar[dict[str, str]] = {
             "wukong_layers": "wukong.num_layers",
             "wukong_fmb": "wukong.num_fmb",
@@ -233,10 +234,10 @@ class InterFormer(LowerLogits, Ranker):
         angles = {width: rotation(positions, width, self.num_positions) for width in dict.fromkeys(self.head_dims)}
         ends = places_of_ends(offsets, self.num_cls, self.num_recent)
         sequence = SequenceTokens(*add_rms_norm(values, None, ends, twice=True))
-        normed = None if vendor is None else dataclasses.replace(vendor, values=row_norm(vendor.values))
+        of_vendors = None if vendor is None else dataclasses.replace(vendor, values=row_norm(vendor.values))
         crossed: Sequence[Tensor] = ()
         if first.cross is not None:
-            crossed = first.cross(candidate, request, sequence, offsets, rows, normed)
+            crossed = first.cross(candidate, request, sequence, offsets, rows, of_vendors)
         above, places = request, rows
         if vendor is not None:
             above, places = vendor.below(request), vendor.of_candidate
@@ -247,13 +248,15 @@ class InterFormer(LowerLogits, Ranker):
         x = work.join(x)
         for layer, head_dim in zip(later, self.head_dims[1:], strict=True):
             context = x if self.per_candidate else torch.cat([request, sequence.ends[:, : self.num_cls]], dim=1)
-            crossed = () if layer.cross is None else layer.cross(x, None, sequence, offsets, rows)
-            with SideStream(x, *crossed) as work:
-                x = layer.interaction(x, None, crossed, rows)
+            for_cross, normed = layer.interaction.normed(x)
+            crossed = () if layer.cross is None else layer.cross(for_cross, None, sequence, offsets, rows)
+            with SideStream(x, normed, *crossed) as work:
+                x = layer.interaction(x, None, crossed, rows, normed)
             sequence = layer.sequence(layer.summary(context), sequence, offsets, angles[head_dim], ends)
             x = work.join(x)
 
-        of_request, pooled = self.head_cross(x, None, sequence, offsets, rows)
+        normed = rms_norm(x, dtype=dispatch.autocast_dtype(x))
+        of_request, pooled = self.head_cross(normed, None, sequence, offsets, rows)
         if self.only_vectors():
             return of_request.flatten(1)
         of_candidate = torch.cat([self.head_summary(x), pooled], dim=1)

@@ -15,8 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from train.config.schema import EventsConfig, HistoryConfig, JoinConfig
+from train.config.schema import EventsConfig, HistoryConfig, JoinConfig, VectorConfig
 from train.data import build_source, events
+from train.data.events import shared
 from train.data.source import PreparedSource
 
 ROWS = 403
@@ -190,3 +191,40 @@ def test_files_of_an_object_store(tmp_path, rows_at_once):
     remote.files = ["none*.parquet"]
     with pytest.raises(ValueError, match=f"no file matches '{url}/none\\*.parquet'; name a file"):
         build_source(remote)
+
+
+@pytest.mark.parametrize("at_once", [1000, 60])
+def test_features_that_differ_within_a_request_are_counted_and_said_once(tmp_path, caplog, monkeypatch, at_once):
+    generator = np.random.default_rng(0)
+    session = generator.integers(60, size=200)
+    columns = {
+        "country": [f"c{n}" for n in np.where(generator.random(200) < 0.1, 1, session % 3)],
+        "age": [None if n == 3 else float(n) for n in np.where(generator.random(200) < 0.1, 3, session % 5)],
+        "tags": [[int(n)] * int(n) for n in np.where(generator.random(200) < 0.1, 2, session % 3)],
+        "vector": [[0.5, float(n)] for n in np.where(generator.random(200) < 0.1, 0, session % 2)],
+        "past": [[int(n), 1] for n in np.where(generator.random(200) < 0.1, 0, session % 4)],
+        "same": (session % 7).tolist(),
+    }
+    rows = {
+        "user": session % 9,
+        "session": session,
+        "time": 1000 + session * 10,
+        "item": generator.integers(9, size=200),
+    }
+    pq.write_table(pa.table({**rows, **columns, "click": generator.integers(2, size=200)}), tmp_path / "rows.parquet")
+    monkeypatch.setattr(shared, "AT_ONCE", 5)
+    config = EventsConfig(
+        root=str(tmp_path), cache_dir=str(tmp_path / "cache"), files=["rows.parquet"], user="user", time="time",
+        request="session", labels={"click": "click"}, request_categorical=["same", "country"], request_numeric=["age"],
+        request_list=["tags"], request_vectors={"vector": VectorConfig(2)}, candidate_categorical=["item"],
+        histories={"seen": HistoryConfig(["past"], lists=True)}, statistics="none", rows_at_once=at_once,
+    )  # fmt: skip
+    build_source(config)
+    (message,) = [each for each in caplog.messages if "first row decides" in each]
+    expected = []
+    for name in ("country", "age", "vector", "tags", "past"):
+        differ = sum(len({str(columns[name][row]) for row in np.flatnonzero(session == one)}) > 1 for one in range(60))
+        assert differ > 3
+        expected.append(f"{'histories.seen.' if name == 'past' else ''}{name} in {differ}")
+    assert message.startswith(f"of {len(set(session.tolist()))} requests some have rows that differ")
+    assert f": {', '.join(expected)};" in message

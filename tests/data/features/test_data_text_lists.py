@@ -25,7 +25,7 @@ def lists_of(texts: list[str | None], separator: str) -> list[list[str | None]]:
     return [items[begin:end] for begin, end in zip(lists.offsets, lists.offsets[1:], strict=False)]
 
 
-@pytest.mark.parametrize("separator", ["|", ",", " "])
+@pytest.mark.parametrize("separator", ["|", ",", " ", "\\", "\\1", ".*", "$"])
 @pytest.mark.parametrize(
     ("text", "items"),
     [

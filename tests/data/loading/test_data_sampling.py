@@ -11,6 +11,7 @@ from torch import Tensor
 
 from modules.batch import RequestBatch
 from modules.loss import ranking_loss
+from tests.data.sources import JitteredSource
 from tests.modules.factories import random_batch, random_spec
 from tests.modules.test_batch import assert_same
 from train.config.schema import SyntheticConfig
@@ -25,7 +26,7 @@ RATE = 0.25
 
 @pytest.fixture(scope="module")
 def source() -> SyntheticSource:
-    return SyntheticSource(SyntheticConfig(num_requests=1000, eval_requests=100, candidates=3, candidate_jitter=True))
+    return JitteredSource(SyntheticConfig(num_requests=1000, eval_requests=100, candidates=6))
 
 
 def load(source: SyntheticSource, **changes) -> list[RequestBatch]:

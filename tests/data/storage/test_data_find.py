@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pyarrow as pa
@@ -75,6 +76,20 @@ def test_hidden_files_are_left_out_and_folders_are_read(
         return
     start = root.removeprefix("memory://")
     assert [str(file).partition(f"{start}/")[2] for file in find_files([pattern], root)] == sorted(found)
+
+
+def test_what_a_store_refuses_is_told_by_its_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    class RefusedError(Exception):
+        """Such as those of botocore, which are no OSError."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RefusedError("no credentials")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "exists", refuse)
+    with pytest.raises(ValueError, match=r"memory://d/\*\.csv cannot be listed \(RefusedError: no credentials\)"):
+        find_files(["memory://d/*.csv"])
+    with pytest.raises(ValueError, match="zip://x.zip: "):
+        find_files(["zip://x.zip"])
 
 
 @pytest.mark.parametrize("pattern", ["log", "log/*", "log/**/*.csv"])

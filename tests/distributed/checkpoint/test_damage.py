@@ -84,10 +84,6 @@ def test_a_checkpoint_runs_no_code(run_dir: Path, tmp_path: Path) -> None:
     assert not made.exists()
 
 
-@pytest.mark.reliability(
-    "a checkpoint index that names a pickled object or another folder",
-    "refused; nothing runs, no other file is read",
-)
 def test_an_index_leads_to_tensors_of_the_checkpoint_only(run_dir: Path, tmp_path: Path) -> None:
     made, checkpoint = tmp_path / "made", run_dir / NEWEST
     index = read_metadata(checkpoint)
@@ -154,7 +150,6 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_anew(run_dir: Path) -> 
     assert sorted((run_dir / "checkpoints").iterdir()) == before
 
 
-@pytest.mark.reliability("a damaged checkpoint is evaluated or loaded by a new run", "refused, naming the file")
 def test_a_damaged_checkpoint_is_not_evaluated(run_dir: Path, tmp_path: Path) -> None:
     flip(shard(run_dir / NEWEST))
     with pytest.raises(DamagedError, match="__0_0.distcp"):
@@ -172,7 +167,6 @@ def test_a_damaged_checkpoint_is_not_evaluated(run_dir: Path, tmp_path: Path) ->
         ('{"config": {}, "progress": 7, "data_fingerprint": ""}', "meta.json has no 'progress'"),
     ],
 )
-@pytest.mark.reliability("`meta.json` is `{}`, `[]` or no JSON", "refused: the file and what it lacks")
 def test_a_meta_file_that_says_nothing_is_named(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text(text)
     with pytest.raises(DamagedError, match=message):
@@ -188,7 +182,6 @@ def test_a_meta_file_that_says_nothing_is_named(text: str, message: str, tmp_pat
         ({"best_values": []}, r"meta.json has progress.best_values=\[\], expected one like {}"),
     ],
 )
-@pytest.mark.reliability("`meta.json` has an unknown key, or a step of -7", "refused: file, key and value")
 def test_progress_that_no_run_made_is_named(progress: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match=message):
         Progress.of(tmp_path, progress)

@@ -64,7 +64,6 @@ def test_resumed_losses_are_bitwise_those_of_the_uninterrupted_run(
     assert "resuming with" not in (resumed / "train.log").read_text()  # but for the folder nothing is another one
 
 
-@pytest.mark.reliability("a run of two ranks resumes on one", "the same losses, up to the order of float32 sums")
 def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     whole, smaller = tmp_path / "whole", tmp_path / "smaller"
     exact = (*EVERY, "precision=fp32", "model.dropout=0")
@@ -87,19 +86,11 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
         ("optimizer.sparse=sgd", "optimizer.sparse=rowwise_adagrad"),
     ],
 )
-@pytest.mark.reliability(
-    "a run resumes with another model, data or table optimiser",
-    "refused: the key with both values",
-)
 def test_resuming_with_another_model_or_optimiser_is_refused(override: str, named: str, finished: Path) -> None:
     with pytest.raises(ValueError, match=named):
         train_here(finished, *EVERY, override, base=TINY_DLRM)
 
 
-@pytest.mark.reliability(
-    "`checkpoint.load` of another model, or of an absent or truncated checkpoint",
-    "refused, with the reason",
-)
 def test_bad_checkpoints_are_named(finished: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "step_00000003"
     shutil.copytree(finished / "checkpoints" / checkpoint.name, checkpoint)

@@ -97,7 +97,6 @@ def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(tmp_path: Path) -> 
     assert resumed["valid"] == whole["valid"]
 
 
-@pytest.mark.reliability("SIGUSR1 to every process of a run", "a checkpoint, status 75; no process dies of the signal")
 def test_the_other_signal_harms_no_process_beside_the_run(tmp_path: Path) -> None:
     stop(1, signal.SIGUSR1, tmp_path / "run", all_processes=True)
 
@@ -183,7 +182,6 @@ def test_the_launcher_tells_a_stop_from_a_failure(
     assert "Traceback" not in told
 
 
-@pytest.mark.reliability("one rank stops as told, another fails", "the launcher reports the failure")
 def test_a_failure_beside_a_stop_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = ChildFailedError("it", {rank: ProcessFailure(rank, 9, code, "") for rank, code in enumerate((STATUS, 3))})
 

@@ -10,7 +10,7 @@ import torch
 from kernels.attention import jagged_attention
 from kernels.core import dispatch
 from kernels.testing import check_gradients, compile_ahead, poisoned_empty, serving
-from tests.kernels.attention.attention_cases import gradients, inputs_of, outputs
+from tests.kernels.attention.attention_cases import gradients, inputs_of, outputs, with_lse
 from tests.kernels.core.devices import SHARED_LIMITS, on_chips
 from tests.kernels.jagged.jagged_problems import offsets_of
 
@@ -28,11 +28,11 @@ FACTS = {
 def check(heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype, device: str, backend: str) -> None:
     q_offsets, k_offsets = offsets_of(LENGTHS[0]).to(device), offsets_of(LENGTHS[1], torch.int32).to(device)
     attend = partial(jagged_attention, q_offsets=q_offsets, k_offsets=k_offsets, max_q=4, max_k=300, scale=-0.2)
-    inputs = inputs_of(q_offsets, k_offsets, heads, widths, dtype)
-    with poisoned_empty():
-        check_gradients(
-            partial(attend, backend=backend), partial(attend, backend="reference"), inputs, outputs(300), gradients(300)
-        )
+    for sinks, beside in ((False, partial), (True, with_lse)):
+        ours, expected = (beside(partial(attend, backend=name)) for name in (backend, "reference"))
+        inputs = inputs_of(q_offsets, k_offsets, heads, widths, dtype, sinks=sinks)
+        with poisoned_empty():
+            check_gradients(ours, expected, inputs, outputs(300), gradients(300))
 
 
 @pytest.mark.parametrize(("heads", "widths"), [((1, 1), (16, 16)), ((6, 2), (24, 40)), ((2, 1), (64, 64))], ids=str)

@@ -21,6 +21,7 @@ from kernels.attention.hopper.backward import attention_backward  # noqa: E402
 from kernels.core.mask import NO_MASK, Mask  # noqa: E402
 from kernels.core.projection import whole_of  # noqa: E402
 from kernels.core.rows import Rows  # noqa: E402
+from kernels.tokens import parts  # noqa: E402
 from tests.kernels.core.descriptors import descriptor  # noqa: E402
 from tests.kernels.core.interpreting import interpret  # noqa: E402
 
@@ -41,7 +42,14 @@ def compiled(head_dim: int, window: bool, dtype: str, runs: int) -> object:
     return compile_ahead(
         backward._attention_backward_kernel,
         signature,
-        constants | {"RUNS": runs, "LEFT": window, "RIGHT": window, "DV_PARTS": 3 if window else 1},
+        constants
+        | {
+            "RUNS": runs,
+            "LEFT": window,
+            "RIGHT": window,
+            "DK_PARTS": 2 if window else 1,
+            "DV_PARTS": 3 if window else 1,
+        },
         target="sm_90",
         gluon=True,
         maxnreg=backward.MAX_REGISTERS,
@@ -276,6 +284,7 @@ def check(
     causal: bool = False,
     window: tuple[int, int] = (-1, -1),
     packed: bool = False,
+    paired: bool = False,
     expanded: bool = False,
 ) -> None:
     generator = torch.Generator("cuda").manual_seed(sum(q_lengths))
@@ -289,6 +298,8 @@ def check(
     if packed:  # views of one tensor, and a cotangent whose heads come first
         q, k, v = random(total_q, 3, heads[0], head_dim).unbind(1)
         grad = random(heads[0], total_q, head_dim).transpose(0, 1)
+    if paired:
+        k, v = random(total_k, 2, heads[1], head_dim).unbind(1)
     if expanded:  # the cotangent of a sum
         grad = random(1).expand(total_q, heads[0], head_dim)
     q_offsets, k_offsets = (
@@ -298,13 +309,14 @@ def check(
     out, lse, expected = formula(q, k, v, grad, list(zip(q_lengths, k_lengths, strict=True)), scale, causal, window)
     queries, keys = Rows(q_offsets, max(q_lengths)), Rows(k_offsets, max(k_lengths))
     arguments = (grad, q, k, v, out, lse, queries, keys, scale, Mask(causal, *window))
-    gradients = gradients_in_projection if packed else contiguous_gradients
+    gradients = gradients_in_projection if packed or paired else contiguous_gradients
     with poisoned_empty():
         runs = [attention_backward(*arguments, gradients) for _ in range(3)]
     if packed:  # what lies beside dv is left to others
         whole = whole_of(runs[0][2], 3)
         assert whole is not None
         assert bool(whole[:, :2].isnan().all())
+    assert (parts.whole(runs[0][1:]) is not None) is paired
     for first, second in pairwise(runs):
         assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), "runs differ"
     for name, gradient, oracle in zip(("dq", "dk", "dv"), runs[0], expected, strict=True):
@@ -351,6 +363,8 @@ def test_gradients_of_grouped_heads_of_views_and_of_other_dtypes() -> None:
     check([100, 64, 300], [100, 64, 300], heads=(2, 2), head_dim=64, packed=True, causal=True)
     check([40, 0, 64, 1] * 300, [40, 0, 64, 1] * 300, packed=True)  # rows of one tile
     check([40, 0, 65, 1] * 300 + [700], [40, 0, 65, 1] * 300 + [700], packed=True)  # many of them
+    check([100, 64, 300, 0], [300, 65, 1, 2], heads=(4, 2), paired=True)
+    check([40, 0, 65, 1] * 300 + [700], [40, 0, 65, 1] * 300 + [700], paired=True)
     check([300, 200], [300, 200], dtype=torch.float16, offsets_dtype=torch.int64)
 
 

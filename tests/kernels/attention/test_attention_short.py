@@ -54,7 +54,15 @@ def test_three_programs_of_short_rows_fit_on_a_multiprocessor(
     built = compile_ahead(
         kernel,
         signature,
-        {"KEY_HEADS": 2, "GROUP": group, "D": head_dim, "WINDOWED": window, "BESIDE": True, "DV_PARTS": group},
+        {
+            "KEY_HEADS": 2,
+            "GROUP": group,
+            "D": head_dim,
+            "WINDOWED": window,
+            "BESIDE": True,
+            "DK_PARTS": 1,
+            "DV_PARTS": group,
+        },
         target="sm_90",
         divisible_by_16=[name for name in signature if name.startswith("stride")],
         maxnreg=triton_short.BACKWARD_REGISTERS,

@@ -28,6 +28,7 @@ from tests.kernels.attention.attention_cases import (
     inputs_of,
     oracle,
     outputs,
+    with_lse,
     with_targets,
 )
 from tests.kernels.jagged.jagged_problems import offsets_of
@@ -258,29 +259,38 @@ def test_who_serves() -> None:
     assert dispatch.selection("jagged_attention", **hopper | {"positive_scale": False})[0] == "triton"
 
 
-@pytest.mark.parametrize(("tables", "features"), [(True, True), (False, True), (False, False)])
-def test_operator_is_registered_soundly(tables: bool, features: bool) -> None:
+@pytest.mark.parametrize(
+    ("tables", "features", "beside"), [(True, True, with_lse), (False, True, partial), (False, False, with_lse)]
+)
+def test_operator_is_registered_soundly(tables: bool, features: bool, beside: Any) -> None:
     """`opcheck` of an operator around plain formulas: schema, fake tensors, autograd, compilation."""
+    sinks = beside is with_lse
     name = f"test_{'biased' if tables else 'featured' if features else 'plain'}"
     attend = attention_operator(name, _forward, _backward, features=features)
     offsets = torch.tensor([0, 3, 4, 6])
-    inputs = inputs_of(offsets, offsets, (2, 1), (4, 3), reach=1 if tables else None, buckets=9 if tables else None)
+    inputs = inputs_of(
+        offsets,
+        offsets,
+        *((2, 1), (4, 3), torch.float32),
+        reach=1 if tables else None,
+        buckets=9 if tables else None,
+        sinks=sinks,
+    )
     leaves = {key: value.requires_grad_() if value.is_floating_point() else value for key, value in inputs.items()}
     bias = [leaves.get(key) for key in ("position_bias", "time_bias", "q_times", "k_times")]
     operator = getattr(torch.ops.gemsmith, f"jagged_attention_{name}").default
     values, sizes = [leaves[key] for key in "qkv"], (3, 3, 0.5, False, -1, -1)
     given = (*bias, None, 0.301, 0, 0, -1, False, *sizes, None) if features else sizes
-    arguments = *values, offsets, offsets, *given
-    torch.library.opcheck(operator, arguments)
-    expected = jagged_attention(**leaves, q_offsets=offsets, k_offsets=offsets, max_q=3, max_k=3, scale=0.5)
-    wrapped = {"bias": Bias(*bias)} if tables else {}
-    actual = attend(*values, Rows(offsets, 3), Rows(offsets, 3), 0.5, NO_MASK, **wrapped)
+    torch.library.opcheck(operator, (*values, offsets, offsets, *given, leaves.get("sinks")))
+    call = partial(jagged_attention, q_offsets=offsets, k_offsets=offsets, max_q=3, max_k=3, scale=0.5)
+    expected = beside(call)(**leaves)
+    own = ({"bias": Bias(*bias)} if tables else {}) | ({"sinks": leaves["sinks"]} if sinks else {})
+    actual = beside(partial(attend, *values, Rows(offsets, 3), Rows(offsets, 3), 0.5, NO_MASK, **own))()
     differentiated = [value for value in leaves.values() if value.requires_grad]
     torch.testing.assert_close(actual, expected)
-    torch.testing.assert_close(
-        torch.autograd.grad(actual.square().sum(), differentiated),
-        torch.autograd.grad(expected.square().sum(), differentiated),
-    )
+    for loss in (lambda x: x.square().sum(), lambda x: x[:, :, -1].sum(), lambda x: x[:, :, :-1].sum()):
+        found, wanted = (torch.autograd.grad(loss(x), differentiated, retain_graph=True) for x in (actual, expected))
+        torch.testing.assert_close(found, wanted)
 
 
 def _scores(q: Tensor, k: Tensor, q_offsets: Tensor, scale: float, bias: Bias | None = None) -> tuple[Tensor, ...]:
@@ -319,7 +329,7 @@ def _backward(
     structure: object = None,
 ) -> tuple[Tensor, ...]:
     scores, *index = _scores(q, k, queries.offsets, scale, bias)
-    p = scores.softmax(-1)
+    p = (scores - lse[:, :, None]).exp()
     ds = p * (torch.einsum("ihd,jd->hij", grad, v[:, 0]) - (grad * out).sum(-1).t()[:, :, None])
     gradients = (
         torch.einsum("hij,jd->ihd", ds, k[:, 0]) * scale,

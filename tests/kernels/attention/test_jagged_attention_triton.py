@@ -22,6 +22,7 @@ from tests.kernels.attention.attention_cases import (
     inputs_of,
     outputs,
     table_gradients,
+    with_lse,
     with_targets,
 )
 from tests.kernels.core.devices import FROM_REGISTERS, PRODUCTS, SHARED_LIMITS, on_chips
@@ -48,6 +49,11 @@ CASES: dict[str, dict[str, Any]] = {
     "times": {"buckets": 50},
     "both": {"reach": 33, "buckets": 7, "window": (90, 60), "block_size": 100},
 }
+CASES |= {
+    "lse": {"lse": True, "window": (30, 7)},
+    "sinks": {"sinks": True, "causal": True},
+    "sinks, lse": {"sinks": True, "lse": True, "reach": 20, "buckets": 7, "align": "end", "window": (40, 3)},
+}
 CASES |= {f"structure: {name}": case for name, case in STRUCTURES.items()}
 CASES["structure: biases"] = STRUCTURES["all, window"] | {"reach": 20, "buckets": 7}
 
@@ -56,6 +62,7 @@ def check(name: str, heads: tuple[int, int], widths: tuple[int, int], dtype: tor
     """Output and gradients of a case of CASES against the oracle, with poisoned memory."""
     call = dict(CASES[name])
     tables = {key: call.pop(key) for key in ("reach", "buckets") if key in call}
+    sinks, beside = call.pop("sinks", False), with_lse if call.pop("lse", False) else partial
     offsets = {
         "q_offsets": offsets_of(LENGTHS[0]).to(device),
         "k_offsets": offsets_of(LENGTHS[1], torch.int32).to(device),
@@ -65,9 +72,9 @@ def check(name: str, heads: tuple[int, int], widths: tuple[int, int], dtype: tor
     pairs = max(num_q * num_k for num_q, num_k in zip(*LENGTHS, strict=True))
     with poisoned_empty():
         check_gradients(
-            partial(jagged_attention, max_q=129, max_k=130, **offsets, **call, backend="triton"),
-            partial(jagged_attention, max_q=129, max_k=130, **offsets, **call, backend="reference"),
-            inputs_of(**offsets, heads=heads, widths=widths, dtype=dtype, **tables),
+            beside(partial(jagged_attention, max_q=129, max_k=130, **offsets, **call, backend="triton")),
+            beside(partial(jagged_attention, max_q=129, max_k=130, **offsets, **call, backend="reference")),
+            inputs_of(**offsets, heads=heads, widths=widths, dtype=dtype, sinks=sinks, **tables),
             outputs(130),
             table_gradients(pairs) if tables else gradients(300),
         )

@@ -10,6 +10,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from kernels.attention import jagged_attention
 from kernels.attention.hopper import backward as attention
 from kernels.attention.hopper import backward_consumer as attention_consumer
 from kernels.attention.hopper import backward_loader, softmax, tables
 from kernels.attention.hopper import forward as attention_forward
+from kernels.attention.operator import attention_operator
 from kernels.core import scheduling
 from kernels.core.activations import activate
 from kernels.core.mask import NO_MASK, Mask
@@ -30,10 +33,12 @@ from kernels.gdpa.hopper import backward as gdpa
 from kernels.gdpa.hopper import backward_consumer as gdpa_consumer
 from kernels.gdpa.hopper import backward_loader as gdpa_loader
 from kernels.gdpa.hopper import forward as gdpa_forward
-from kernels.testing import poisoned_empty
+from kernels.testing import check_gradients, poisoned_empty
+from tests.kernels.attention.attention_cases import gradients, inputs_of, outputs, with_lse
 from tests.kernels.core import simulated_gpu as gpu
 from tests.kernels.core.interpreting import interpret
 from tests.kernels.core.simulated_values import Pointer
+from tests.kernels.jagged.jagged_problems import offsets_of
 from tools.device_sources import Sources
 from tools.gpu_ledger import KERNELS as KERNEL_FAMILIES
 
@@ -168,6 +173,25 @@ def check(
         # The result is rounded to bfloat16; sums of dq, lse and delta are held in float32. Inputs have unit variance.
         wrong = ~((actual.double() - oracle).abs() <= oracle.abs() * 2**-8 + 1e-5) & (actual != oracle)
         assert not wrong.any(), f"{name} is wrong in {int(wrong.sum())} places"
+
+
+def test_sinks_and_gradients_of_lse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator around the kernels: what it gives them in place of lse, values and gradients."""
+    for module, name in ((attention_forward, "_launch_forward"), (attention, "_launch_backward")):
+        monkeypatch.setattr(module, name, gpu.launcher(KERNELS[module], STAND_INS, 0))
+        monkeypatch.setattr(module, "processors", lambda device: 3)
+    monkeypatch.setattr(attention, "likely_short", lambda *arguments: 0)
+    kernels = attention_forward.attention_forward, attention.attention_backward
+    offsets = {"q_offsets": offsets_of([70, 0, 5, 3]), "k_offsets": offsets_of([130, 9, 60, 0])}
+    rows = Rows(offsets["q_offsets"], 70), Rows(offsets["k_offsets"], 130)
+    operator = attention_operator("simulated_hopper", *kernels, features=False)
+    check_gradients(
+        with_lse(lambda q, k, v, **call: operator(q, k, v, *rows, SCALE, Mask(False, 60, 3), **call)),
+        with_lse(partial(jagged_attention, **offsets, max_q=70, max_k=130, scale=SCALE, window=(60, 3))),
+        inputs_of(**offsets, heads=(2, 1), widths=(DIM, DIM), dtype=torch.bfloat16, sinks=True),
+        outputs(130),
+        gradients(130),
+    )
 
 
 def kinds_of(family: str) -> tuple[str, ...] | None:

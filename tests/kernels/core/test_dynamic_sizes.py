@@ -134,6 +134,10 @@ CASES: dict[str, Case] = {
         ),
         lambda n, b: (*heads(n, 3), rows(n, b), real(2, 2 * LONGEST - 1), real(2, 8), torch.arange(n)),
     ),
+    "jagged_attention:sinks": (
+        lambda q, k, v, o, sinks: attention.jagged_attention(q, k, v, o, o, sinks=sinks, return_lse=True, **BOTH),
+        lambda n, b: (*heads(n, 3), rows(n, b), real(2)),
+    ),
     "attention_pool": (
         lambda q, v, o, p: attention.attention_pool(q, v, o, p, scale=0.3, **BOTH),
         lambda n, b: (real(2 * b, 2, 8), real(n, 8), rows(2 * b, b), rows(n, b)),

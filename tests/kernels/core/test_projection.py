@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.attention.gradients import gradients_in_projection
 from kernels.core.projection import last_part, whole_of
-from kernels.tokens import rotate_qkv
+from kernels.tokens import parts, rotate_qkv
 
 
 def test_the_whole_is_told_of_once() -> None:
@@ -20,10 +20,10 @@ def test_the_whole_is_told_of_once() -> None:
     assert whole_of(last, 3) is None
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-def test_no_other_tensor_has_a_whole(parts: int) -> None:
+@pytest.mark.parametrize("number", [2, 4])
+def test_no_other_tensor_has_a_whole(number: int) -> None:
     last = last_part(torch.ones(5, 2, 4), 3)
-    assert whole_of(last, parts) is None
+    assert whole_of(last, number) is None
     assert whole_of(last[1:], 3) is None
     assert whole_of(last[:, :1], 3) is None
     assert whole_of(torch.ones(5, 3, 2, 4)[:, 2], 3) is None  # what lies beside it may be somebody's
@@ -38,6 +38,11 @@ def test_values_of_a_projection_get_their_gradient_in_one() -> None:
     assert dq.is_contiguous()
     assert dk.is_contiguous()
     assert whole_of(dv, 3) is not None
+    kv = torch.randn(6, 2, 2, 4)
+    _, *both = gradients_in_projection(q, *kv.unbind(1))
+    assert parts.whole(tuple(both)) is not None
+    for strange in (kv.flip(1).unbind(1)[::-1], kv.unbind(1)[::-1], kv[:0].unbind(1), (kv[:, 0], kv[:, 1].clone())):
+        assert all(each.is_contiguous() for each in gradients_in_projection(q, *strange))
     for other in (v.clone(), torch.randn(6, 2, 2, 4)[:, 1], qkv[1:, 2], qkv[:0, 2], k):
         assert whole_of(gradients_in_projection(q, k, other)[2], 3) is None
 
@@ -58,8 +63,11 @@ class Attends(torch.autograd.Function):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("twice", [False, True])  # keys and values for a second attention
 @pytest.mark.parametrize("reader", [False, True])  # of the values, besides the attention: autograd adds its gradient
-def test_a_rotation_writes_beside_the_gradient_of_values(reader: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rotation_writes_beside_the_gradient_of_values(
+    reader: bool, twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kernels.tokens.triton import tokens
 
     copies: list[object] = []
@@ -70,8 +78,11 @@ def test_a_rotation_writes_beside_the_gradient_of_values(reader: bool, monkeypat
     weight = torch.randn(50, 2, 64, device="cuda")
     found = []
     for beside in (False, True):
-        q, k, v = rotate_qkv(qkv, angle.cos(), angle.sin(), backend="triton")
+        q, k, v, *again = rotate_qkv(qkv, angle.cos(), angle.sin(), twice=twice, backend="triton")
         loss = (Attends.apply(q, k, v, beside) * weight).sum()
+        if twice:
+            other = torch.randn(2, 50, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+            loss = loss + (again[0] * other.transpose(0, 1) + again[1].square()).sum()  # of other strides
         found.append(torch.autograd.grad(loss + v.square().sum() if reader else loss, qkv)[0])
     assert torch.equal(found[0], found[1])
-    assert reader or len(copies) == 1
+    assert reader or len(copies) == 1 + twice  # with a second reader's gradient to add, also in place

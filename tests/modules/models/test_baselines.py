@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature
-from modules.config import ModelConfig
+from modules.config import ModelConfig, from_saved
 from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.layers.feed_forward.mlp import TaskHeads
 from modules.models import baselines, build
@@ -86,12 +86,12 @@ def test_tokens_are_the_looked_up_rows() -> None:
             torch.testing.assert_close(mine, events.flatten(1))
 
 
-@pytest.mark.parametrize(("hidden", "recipe"), [([8], "none"), ([], "none"), ([32], "mxfp8")], ids=str)
-def test_din_weighs_events_by_an_mlp_of_candidate_and_event(hidden: list[int], recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["none", "mxfp8"])
+def test_din_weighs_events_by_an_mlp_of_candidate_and_event(recipe: str) -> None:
     spec = random_spec(num_events=1)
     # A field of the event that no candidate feature shares its table with is held against the mean token.
     spec = dataclasses.replace(spec, candidate=spec.candidate[:1])
-    embedding, din = build_model(DIN.Config(dim=8, attention_hidden=hidden, hidden=[16]), spec)
+    embedding, din = build_model(DIN.Config(dim=8, hidden=[16]), spec)
     batch, expected = random_batch(spec), []
     (unit,) = din.units
     if recipe != "none":
@@ -109,18 +109,23 @@ def test_din_weighs_events_by_an_mlp_of_candidate_and_event(hidden: list[int], r
 @pytest.mark.parametrize(("layers", "hidden"), [(3, [16]), (1, [16, 8]), (0, [])], ids=str)
 def test_dcnv2_is_a_cross_network_beside_an_mlp(layers: int, hidden: list[int]) -> None:
     spec = random_spec()
-    embedding, dcnv2 = build_model(DCNv2.Config(dim=8, rank=4, num_cross_layers=layers, hidden=hidden), spec)
+    embedding, dcnv2 = build_model(DCNv2.Config(dim=8, rank=4, num_layers=layers, hidden=hidden), spec)
     batch = random_batch(spec)
     x = torch.stack([tokens.all().flatten() for tokens in tokens_by_hand(embedding, spec, batch)])
     expected = dcnv2.heads(torch.cat([dcnv2.cross(x), dcnv2.deep(x)], 1))
     torch.testing.assert_close(dcnv2(embedding(batch), batch), expected)
 
 
+def test_a_saved_configuration_may_have_the_names_of_before() -> None:
+    assert from_saved(DCNv2.Config, {"num_cross_layers": 2}, "model").num_layers == 2
+    assert from_saved(DLRM.Config, {"top_hidden": [7], "bottom_hidden": [64]}, "model").hidden == [7]
+
+
 @pytest.mark.parametrize("sides", [("request", "candidate"), ("request",), ("candidate",), ()], ids=str)
 def test_dlrm_is_inner_products_of_all_pairs_beside_the_dense_token(sides: tuple[str, ...]) -> None:
     spec = random_spec()
     spec = dataclasses.replace(spec, **{f"{side}_dense": () for side in {"request", "candidate"} - set(sides)})
-    embedding, dlrm = build_model(DLRM.Config(dim=8, bottom_hidden=[8], top_hidden=[16]), spec)
+    embedding, dlrm = build_model(DLRM.Config(dim=8, hidden=[16]), spec)
     batch = random_batch(spec)
     tokens, expected = embedding(batch), []
     for c, r in enumerate(batch.owner.tolist()):
@@ -140,10 +145,9 @@ def test_dlrm_is_inner_products_of_all_pairs_beside_the_dense_token(sides: tuple
     torch.testing.assert_close(dlrm(tokens, batch), torch.stack(expected))
 
 
-@pytest.mark.parametrize("hidden", [[8], []], ids=str)
-def test_din_in_pieces_equals_din_at_once(hidden: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_din_in_pieces_equals_din_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = random_spec(num_events=1)
-    embedding, din = build_model(DIN.Config(dim=8, attention_hidden=hidden, hidden=[]), spec)
+    embedding, din = build_model(DIN.Config(dim=8, hidden=[]), spec)
     batch = random_batch(spec, (4, 0, 3, 4, 2), (6, 2, 0, 5, 1))
     results = []
     for least in (baselines.LEAST_PAIRS, 0):

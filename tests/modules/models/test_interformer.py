@@ -41,7 +41,7 @@ def sequence_tokens(values: torch.Tensor, offsets: torch.Tensor, num_cls: int, n
 
 def interformer(spec, **changes) -> InterFormer:
     torch.manual_seed(0)
-    small = {"dim": DIM, "interaction_hidden": [8], "head_hidden": [8], "dcn_rank": 4}
+    small = {"dim": DIM, "interaction_hidden": [8], "head_hidden": [8]}
     return build(InterFormer.Config(**small, **changes), spec)
 
 
@@ -104,7 +104,7 @@ def test_sequence_summary_is_cls_then_recent_events_without_cls_then_pma():
     values = torch.randn(int(offsets[-1]), DIM, dtype=torch.float64)
     rows = CandidateRows(torch.tensor([0, 0, 1, 2]), torch.tensor([0, 2, 3, 4]))
     x = torch.randn(4, 4, DIM, dtype=torch.float64)
-    shared, own = cross(x, None, sequence_tokens(values, offsets, num_cls, num_recent), offsets, rows)
+    shared, own = cross(rms_norm(x), None, sequence_tokens(values, offsets, num_cls, num_recent), offsets, rows)
 
     pooled = cross.pma(cross.condition(rms_norm(x)), rows.offsets, rms_norm(values), offsets)
     torch.testing.assert_close(own, cross.gating(pooled))

@@ -53,7 +53,6 @@ SMALL: dict[str, Any] = {
     "interaction_hidden": [16],
     "head_hidden": [16],
     "feed_forward_dim": 16,
-    "dcn_rank": 4,
 }
 MOE = {"num_experts": 4, "top_k": 2, "expert_dim": 8}
 EXPERTS: dict[str, Any] = {"feed_forward": "moe", "moe": MoE.Config(**MOE)}
@@ -112,11 +111,11 @@ VARIANTS: dict[str, Any] = {
     "interformer-wukong": InterFormer.Config(
         **SMALL, interaction="wukong", wukong=WukongStackConfig(rank=3), num_layers=1
     ),
-    "din": DIN.Config(dim=8, attention_hidden=[8], hidden=[16]),
+    "din": DIN.Config(dim=8, hidden=[16]),
     "dcnv2": DCNv2.Config(dim=8, rank=4, hidden=[16]),
     "dcnv2-moe": DCNv2.Config(dim=8, rank=4, hidden=[16], **EXPERTS, jagged_interaction=True),
-    "dlrm": DLRM.Config(dim=8, bottom_hidden=[8], top_hidden=[16]),
-    "dlrm-interaction": DLRM.Config(dim=8, bottom_hidden=[8], top_hidden=[16], jagged_interaction=True),
+    "dlrm": DLRM.Config(dim=8, hidden=[16]),
+    "dlrm-interaction": DLRM.Config(dim=8, hidden=[16], jagged_interaction=True),
     "wukong": Wukong.Config(**WUKONG),
     "wukong-layers": Wukong.Config(
         **WUKONG,

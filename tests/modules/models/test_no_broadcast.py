@@ -151,12 +151,12 @@ def test_models_of_layers_copy_no_request_to_its_candidates(config: ModelConfig)
 @pytest.mark.parametrize(
     "config",
     [
-        DIN.Config(dim=8, attention_hidden=[8], hidden=[16]),
-        DIN.Config(dim=8, attention_hidden=[], hidden=[]),
+        DIN.Config(dim=8, hidden=[16]),
+        DIN.Config(dim=8, hidden=[]),
         DCNv2.Config(dim=8, rank=4, hidden=[16]),
-        DCNv2.Config(dim=8, rank=4, hidden=[16, 16], num_cross_layers=1),
-        DLRM.Config(dim=8, bottom_hidden=[8], top_hidden=[16]),
-        DLRM.Config(dim=8, bottom_hidden=[], top_hidden=[]),
+        DCNv2.Config(dim=8, rank=4, hidden=[16, 16], num_layers=1),
+        DLRM.Config(dim=8, hidden=[16]),
+        DLRM.Config(dim=8, hidden=[]),
     ],
     ids=lambda config: config.name,
 )
@@ -207,9 +207,10 @@ class Sizes(TorchDispatchMode):
 @pytest.mark.usefixtures("opaque")
 @pytest.mark.parametrize("variant", [*(name for name in VARIANTS if name != "interformer-candidate"), *OTHERS])
 def test_nothing_is_made_for_each_pair_of_candidate_and_event(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baselines, "LEAST_PAIRS", 0)
-    torch.manual_seed(0)
     ratio, length, dim = 16, 192, 8
+    monkeypatch.setattr(baselines, "LEAST_PAIRS", 0)
+    monkeypatch.setattr(baselines, "UNIT_HIDDEN", [dim])
+    torch.manual_seed(0)
     name, _, vendors = variant.partition(" of ")
     if name in VARIANTS:
         config, spec = VARIANTS[name], (vendor_spec if vendors else random_spec)(max_length=length)

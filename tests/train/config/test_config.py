@@ -61,7 +61,7 @@ from train.config.schema import EventsConfig, register_schema
         ),
         (
             "data=criteo_kaggle data.id_map=hash",
-            "use data.id_map=vocabulary, or data.min_count=1 and no table_min_count",
+            "use data.id_map=vocabulary or data.min_count=1",
         ),
         ("data.oov_rows=4", "e.g. data.id_map=vocabulary data.min_count=2, or use data.oov_rows=0"),
         ("data.oov_rows=4 data.id_map=hash", "data.oov_rows=4 are learned from ids that are rare in training"),
@@ -77,10 +77,10 @@ from train.config.schema import EventsConfig, register_schema
         ("optimizer.betas=[0.9,1]", "optimizer.betas=[0.9, 1.0] must be below 1, e.g. optimizer.betas=[0.9, 0.999]"),
         ("optimizer.betas=[-0.9,0.999]", "optimizer.betas=[-0.9, 0.999] must be at least 0"),
         ("+optimizer.task_weights.like=-1", "optimizer.task_weights.like=-1.0 must be at least 0, e.g. optimizer"),
-        ("+data.table_min_count.user=-3", "data.table_min_count.user=-3 must be at least 0"),
+        ("+data.history_scale.click=-3 data=synthetic", "data.history_scale.click=-3.0 must be at least 0"),
         ("data=synthetic data.mean_history=0", "data.mean_history=0.0 must be above 0, e.g. data.mean_history=20"),
         ("data=synthetic data.num_items=0", "data.num_items=0 must be above 0"),
-        ("data=synthetic data.zipf=1e9", "data.zipf=1000000000.0 must be at most 100, e.g. data.zipf=1.05"),
+        ("data=synthetic data.history_sigma=1e9", "data.history_sigma=1000000000.0 must be at most 10, e.g. "),
         ("+model.managed_tables={item:{min_count:2}}", "managed_tables.item.rows=0 must be at least 2, e.g. "),
         (
             "parallel.table_ranks=2 +model.managed_tables={item:{rows:8}}",
@@ -121,17 +121,19 @@ def test_a_value_that_cannot_work_is_refused(override: str, message: str) -> Non
         to_config(composed)
 
 
-def float_keys(section: object, prefix: str = "") -> list[str]:
-    """Every key below a section that takes a real number."""
+REAL = ("float", "float | None", "SettledShare", "list[float]", "dict[str, float]")
+WHOLE = ("int", "int | None", "Settled", "Optional[int]", "dict[str, int]")
+
+
+def number_keys(section: object, kinds: tuple[str, ...], prefix: str = "") -> list[str]:
+    """Every key below a section that takes a number of these types."""
     keys = []
     for field in dataclasses.fields(section):  # type: ignore[arg-type]
         value, key = getattr(section, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
-            keys += float_keys(value, f"{key}.")
-        elif field.type in ("float", "float | None", "SettledShare", "list[float]"):
-            keys.append(key)
-        elif field.type == "dict[str, float]":
-            keys.append(f"{key}.name")
+            keys += number_keys(value, kinds, f"{key}.")
+        elif field.type in kinds:
+            keys.append(f"{key}.name" if str(field.type).startswith("dict") else key)
     return keys
 
 
@@ -144,7 +146,7 @@ def composed(*overrides: str) -> DictConfig:
 @pytest.mark.parametrize("data", [("data=synthetic",), ("data=avazu", "data.files=[a.csv]")])
 def test_a_number_that_is_not_finite_is_refused(data: tuple[str, ...]) -> None:
     good = composed(*data)
-    keys = float_keys(to_config(good))
+    keys = number_keys(to_config(good), REAL)
     assert {"optimizer.sparse_lr", "optimizer.betas", "optimizer.task_weights.name", "data.split"} <= set(keys)
     for key, number in product(keys, (math.nan, math.inf, -math.inf)):
         bad = deepcopy(good)
@@ -153,6 +155,17 @@ def test_a_number_that_is_not_finite_is_refused(data: tuple[str, ...]) -> None:
             bad, key, [number, *default[1:]] if isinstance(default, ListConfig) else number, force_add=True
         )
         with pytest.raises(ValueError, match=re.escape(key) + "=.* (must|is) .*e.g. "):
+            to_config(bad)
+
+
+def test_a_whole_number_that_no_machine_holds_is_refused() -> None:
+    good = composed("data=avazu", "data.files=[a.csv]")
+    keys = number_keys(to_config(good), WHOLE)
+    assert {"data.request_window", "data.max_candidates", "runtime.seed"} <= set(keys)
+    for key in (key for key in keys if not key.startswith("model.")):  # models have rules of their own
+        bad = deepcopy(good)
+        OmegaConf.update(bad, key, 10**25, force_add=True)
+        with pytest.raises(ValueError, match=rf"{re.escape(key)}=1{'0' * 25} "):
             to_config(bad)
 
 
@@ -188,17 +201,17 @@ def test_a_run_of_an_earlier_version_has_no_statistics() -> None:
 
 def test_tables_of_names_grow_on_the_command_line_as_the_documentation_says() -> None:
     register_schema()
-    added = ["+data.labels.good='stars >= 4'", "+data.missing_fill.price=0", "+data.table_min_count.user_id=10"]
+    added = ["+data.labels.good='stars >= 4'", "+data.missing_fill.price=0"]
     event_type = "+data.histories={cart: {fields: [item_id]}}"
     page = (ROOT / "docs/data.md").read_text(encoding="utf-8")
-    assert all(override in page for override in (added[0], added[2], event_type))
+    assert all(override in page for override in (*added, event_type))
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
         composed = compose("train", overrides=["data=taobao_ad", "data.root=/data", *added, event_type])
     data = to_config(composed).data
     assert isinstance(data, EventsConfig)
     assert data.labels.keys() == {"click", "good"}
     assert data.histories["cart"].fields == ["item_id"]
-    assert (data.missing_fill, data.table_min_count) == ({"price": 0}, {"user_id": 10})
+    assert data.missing_fill == {"price": 0}
 
 
 def test_a_loss_of_one_s_own_is_of_the_labels_that_the_data_have() -> None:

@@ -45,7 +45,7 @@ def test_gap_spread_and_verdict_are_a_run_of_the_group(tmp_path: Path, monkeypat
     values = {"passed": 0, "click/ne_gap_percent": 0.1, "click/baseline_spread_percent": 0.3, "click/passed": 0}
     assert verdict.values == values
     assert list(folder.glob("wandb/offline-run-*/*.wandb"))
-    assert {(run.group, run.job_type, run.name) for run, _ in logged} == {(tmp_path.name, "report", "b against a")}
+    assert {(run.group, run.tags, run.name) for run, _ in logged} == {(tmp_path.name, ("report",), "b against a")}
     assert [values["train/step"] for _, values in logged] == [10, 20, 20]
     assert logged[0][1]["comparison/loss_gap_percent"] == pytest.approx(20)
     assert logged[2][1]["comparison/click/ne_gap_percent"] == 0.1

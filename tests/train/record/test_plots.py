@@ -14,7 +14,6 @@ from train.metrics import ScoreHistogram, score_histogram
 from train.record.plots import (
     plot_arms,
     plot_calibration,
-    plot_latency,
     plot_run,
     plot_scaling_law,
     plot_scores,
@@ -113,15 +112,10 @@ def test_intervals_of_rates_are_those_of_wilson():
     np.testing.assert_allclose(high, [0.03699480, 0.17436570], atol=1e-4)
 
 
-def test_ticks_are_plain_numbers_and_lines_end_where_ne_stops_falling(tmp_path, drawn):
-    plot_latency([{"candidates": n, "eager_ms": ms, "exported_ms": ms / 2, "broadcast_ms": 2 * ms}
-                  for n, ms in ((10, 2.2), (1000, 2.5), (10_000, 6.7))], tmp_path / "plot.png")  # fmt: skip
-    labels = [tick.get_text() for tick in drawn[0].axes[0].get_yticklabels()]
-    assert {"2", "5", "10"} <= set(labels)
-    assert not [label for label in labels if "10^" in label]
+def test_lines_end_where_ne_stops_falling(tmp_path, drawn):
     points = {"u": [(1e6, 0.9), (1e7, 0.8), (1e8, 0.7), (1e9, 0.85)], "none": [(1e6, 0.8), (1e7, 0.9), (1e8, 0.9)]}
     plot_scaling_law(points, {"u": (1.5, -0.1, 1e8), "none": None}, tmp_path / "law.png")
-    (axes,) = drawn[1].axes
+    (axes,) = drawn[0].axes
     assert line(axes, "u: -0.1000 for ten times as many").get_xdata().max() == 1e8
     assert line(axes, "u").get_xdata().max() == 1e9
     assert not [each for each in axes.lines if str(each.get_label()).startswith("none:")]

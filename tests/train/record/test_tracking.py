@@ -114,7 +114,7 @@ def test_other_ranks_write_nothing(tmp_path):
 
 
 def test_wandb_without_a_key_is_written_offline_and_resumes_the_same_run(tmp_path, offline_wandb):
-    options = {"wandb": "auto", "group": "arms", "job_type": "bf16", "name": "bf16 seed 0", "tags": ["unit"]}
+    options = {"wandb": "auto", "group": "arms", "name": "bf16 seed 0", "tags": ["unit"]}
     run = started(tmp_path, **options)
     run.log(1, "train", {"loss": 1.0})
     state = run.state_dict()
@@ -126,7 +126,6 @@ def test_wandb_without_a_key_is_written_offline_and_resumes_the_same_run(tmp_pat
     assert resumed.state_dict() == state
     assert wandb.run.group == "arms"
     assert wandb.run.name == "bf16 seed 0"
-    assert wandb.run.job_type == "bf16"
     assert wandb.run.tags == ("unit",)
     resumed.finish()
     assert wandb.run is None

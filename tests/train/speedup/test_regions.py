@@ -102,7 +102,7 @@ def test_a_capture_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(graphs, "_Graphs", Capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    source, embedding, arch = model(DLRM.Config(dim=16, bottom_hidden=[8], top_hidden=[8]))
+    source, embedding, arch = model(DLRM.Config(dim=16, hidden=[8]))
     regions.compile_regions(arch)
     graphs.use_graphs(arch)
     steps(arch, embedding, batches_of(source, 4, 4, 4, 4))

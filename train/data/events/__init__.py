@@ -27,7 +27,7 @@ from train.data.events.read import (
     read_log,
     row_files,
 )
-from train.data.events.vendors import order_by_vendor
+from train.data.events.shared import FirstRows, order_by_vendor
 from train.data.features import mapping
 from train.data.prepare import Dense, write
 from train.data.requests import SPLITS, Requests, group_requests, rounded, vendor_runs
@@ -112,6 +112,9 @@ def _prepare_whole(
         spec = replace(spec, max_candidates=rounded(int(np.diff(requests.offsets).max(initial=1))))
     order = order_by_vendor(config, columns, requests.order, requests.offsets, partial(_locate, rows))
     requests, vendors = replace(requests, order=order), None
+    firsts = FirstRows(config)
+    firsts.add(columns, requests.order, requests.offsets)
+    firsts.report()
     columns.numeric |= Statistics(config, folder).whole(columns, requests)
     if columns.vendor is not None:
         vendors = vendor_runs(columns.vendor.codes[order], np.diff(requests.offsets))

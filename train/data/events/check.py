@@ -19,7 +19,7 @@ from train.data.events.names import features, lists, numbers, numeric, table_of,
 from train.data.features import mapping, times
 from train.data.features.columns import NUMBER
 from train.data.features.ids import texts_of
-from train.data.features.numeric import INDICATOR, matching
+from train.data.features.numeric import INDICATOR, LARGEST, matching
 from train.data.features.transforms import Transforms
 from train.data.statistics import describe as statistics
 from train.data.storage.remote import DataFile, random_access, size
@@ -52,6 +52,14 @@ def check(config: EventsConfig) -> None:
                 else "e.g. %Y, %m"
             )
             raise ValueError(f"{key}={time_format!r}: {unknown} is not read ({hint}); use e.g. '%Y-%m-%d %H:%M:%S'")
+    transforms, columns = Transforms(config.transforms), {*features(config), *numeric(config), *vectors(config)}
+    told = transforms.inputs(columns) | {join.column for join in config.joins}
+    for task, column in config.known_at.items():
+        if column != config.time and transforms.inputs({column}) & told:
+            raise ValueError(
+                f"data.known_at.{task} is column {column!r}, which a feature is made of, too: the model would be told "
+                "whether and when the answer came"
+            )
     for task, text in config.labels.items():
         column, sign, value = comparison(text)
         wrong = not value if sign == "==" else sign and not re.match(NUMBER, value)
@@ -60,10 +68,11 @@ def check(config: EventsConfig) -> None:
                 f"data.labels.{task}={text!r} must name a column of 0 and 1, or compare one as COLUMN >= NUMBER or "
                 "COLUMN == ID, e.g. 'rating >= 4' or 'event == buy'"
             )
-        if column in (*features(config), *numeric(config)):
+        if transforms.inputs({column}) & told:
+            way = "is a feature too" if column in columns else "data.transforms or data.joins make features of"
             raise ValueError(
-                f"data.labels.{task} is read from column {column!r}, which is a feature too: the model would be told "
-                "the answer; let only fields of histories have it, whose events are earlier ones"
+                f"data.labels.{task} is read from column {column!r}, which {way}: the model would be told the answer; "
+                "let only fields of histories have it, whose events are earlier ones"
             )
     check_late(config)
     shown = {*features(config), *numeric(config)} - {*lists(config)}
@@ -73,7 +82,6 @@ def check(config: EventsConfig) -> None:
         if name in numeric(config) and not (isinstance(value, int | float) and math.isfinite(value)):
             raise ValueError(f"data.display.{name}={value!r} must be a number, e.g. data.display.{name}=1")
     statistics.check(config, {*numeric(config), *vectors(config)})
-    transforms = Transforms(config.transforms)
     logs = {name for history in config.histories.values() for name in (*history.fields, *history.where)}
     named = {*wanted(config), *logs, *(name for other in config.transforms for name in transforms.reads(other))}
     if unused := sorted(set(config.transforms) - named):
@@ -102,6 +110,8 @@ def check(config: EventsConfig) -> None:
                 f"data.{key} names {sorted(stray)}, which is no such feature or field of this configuration; there are "
                 f"{sorted(there)}"
             )
+    if repeated := [name for name, count in Counter(numeric(config)).items() if count > 1]:
+        raise ValueError(f"column {repeated[0]!r} of numbers is named twice; name it once")
     if twice := sorted(set(vectors(config)) & {*features(config), *numeric(config)}):
         raise ValueError(
             f"column {twice[0]!r} is a vector (data.request_vectors, candidate_vectors, vendor_vectors); name it once"
@@ -124,9 +134,11 @@ def check(config: EventsConfig) -> None:
             raise ValueError(f"{key} has the name of a column of numbers; give its table another one by data.tables")
         if given.dtype != "fp32" and not given.frozen:
             raise ValueError(f"{key}.dtype={given.dtype} goes with frozen: true; rows that learn need fp32")
-    for name, fill in config.missing_fill.items():
-        if not math.isfinite(fill):
-            raise ValueError(f"data.missing_fill.{name}={fill} must be a finite number, e.g. 0")
+    shown_numbers = {name: value for name, value in config.display.items() if name in scaled}
+    for key, numbers_of in (("missing_fill", config.missing_fill), ("display", shown_numbers)):
+        for name, number in numbers_of.items():
+            if not math.isfinite(number) or (name not in config.log_numeric and abs(number) > LARGEST):
+                raise ValueError(f"data.{key}.{name}={number} must be a finite number that float32 can hold, e.g. 0")
     if taken := sorted({name + INDICATOR for name in scaled} & scaled):
         raise ValueError(f"column {taken[0]!r} has the name of an indicator of data.missing_indicator; rename it")
 

@@ -30,8 +30,8 @@ from train.data.events.late import final, newest
 from train.data.events.names import max_candidates
 from train.data.events.read import held_out, histories, log_files, read_columns, read_log
 from train.data.events.shards import Shards
+from train.data.events.shared import FirstRows, order_by_vendor
 from train.data.events.spill import Dictionary, Fields, LogFields, Part, PartFiles
-from train.data.events.vendors import order_by_vendor
 from train.data.features import mapping
 from train.data.features.columns import Coded
 from train.data.features.vocabulary import Occurrences
@@ -147,7 +147,7 @@ def _form(
     locate: Callable[[int], str],
 ) -> int:
     """Requests and histories of each part; returns the candidates of the largest request."""
-    sizes, most = [], 1
+    sizes, most, firsts = [], 1, FirstRows(config)
     for shard in range(shards.number):
         part = dealt.read(shard)
         dealt.remove(shard)
@@ -167,6 +167,7 @@ def _form(
         sizes.append(np.bincount(formed.sizes))
         most = max(most, int(np.diff(formed.offsets).max(initial=1)))
         formed = replace(formed, order=order_by_vendor(config, columns, formed.order, formed.offsets, locate))
+        firsts.add(columns, formed.order, formed.offsets)
         requests = Requests(formed.order, formed.offsets, {}, formed.earlier)
         entries = {name: log_fields.unpack(files.read(shard)) for name, (log_fields, files) in logs.items()}
         made = histories(config, columns, entries, requests)
@@ -181,6 +182,7 @@ def _form(
         shards.add(shard, part, formed, columns, made, codes)
         statistics.add(shard, columns, formed)
     warn_of_long(sizes, max_candidates(config))
+    firsts.report()
     return most
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from modules.batch import UNKNOWN_ID
-from train.process.files import write_json
+from train.process import saved
+from train.process.files import faults, summed, write_json
 
 FOLDER = "vocabulary"
 """Of a prepared folder and of a run directory: a parquet file an embedding table, none with data.id_map=hash."""
@@ -28,6 +30,14 @@ COLUMNS = "columns.json"
 COUNTERS = "statistics"
 """Of both, too: what `train.data.statistics.store` writes."""
 KEPT = (FOLDER, COUNTERS)
+FIELDS = {
+    "fingerprint": str, "numeric": dict[str, dict[str, float]], "label_rates": dict[str, float],
+    "tables": dict[str, int],
+}  # fmt: skip
+LATER = {
+    "transforms": dict[str, dict], "vectors": dict[str, str], "columns": list[str], "statistics": dict[str, dict],
+    "files": dict,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,21 +70,26 @@ class Mapping:
 
 
 def keep(prepared: Path, meta: dict, run_dir: Path) -> None:
-    """Write the mapping of a prepared folder, whose `meta` this is, to a run directory, unless it is there."""
+    """Write the mapping of a prepared folder, whose `meta` this is, to a run directory, unless it is there, whole."""
     folder = run_dir / FOLDER
-    if (folder / ABOUT).exists():
-        if json.loads((folder / ABOUT).read_text())["fingerprint"] == meta["fingerprint"]:
+    with suppress(ValueError):
+        earlier = about(run_dir)
+        if earlier["fingerprint"] == meta["fingerprint"] and "files" in earlier and not _faults(run_dir, earlier):
             return
-        shutil.rmtree(folder)  # left by a start that reached no checkpoint
+    left = (folder / ABOUT).exists()  # by a start that reached no checkpoint, or damaged
     for each in KEPT:
+        if left:
+            shutil.rmtree(run_dir / each, ignore_errors=True)
         if (prepared / each).exists():
             shutil.copytree(prepared / each, run_dir / each, dirs_exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     names = ("fingerprint", "numeric", "label_rates", "transforms", "vectors", "statistics")
-    about = {name: meta[name] for name in names if name in meta}
+    known = {name: meta[name] for name in names if name in meta}
     if (prepared / COLUMNS).exists():
-        about["columns"] = json.loads((prepared / COLUMNS).read_text())
-    write_json(folder / ABOUT, about | {"tables": meta["spec"]["tables"]})
+        known["columns"] = json.loads((prepared / COLUMNS).read_text())
+    kept = [file for each in KEPT for file in sorted((prepared / each).glob("*"))]
+    sums = {str(file.relative_to(prepared)): summed(file) for file in kept}
+    write_json(folder / ABOUT, known | {"tables": meta["spec"]["tables"], "files": sums})
 
 
 def keep_columns(prepared: Path, columns: Iterable[str]) -> None:
@@ -94,12 +109,25 @@ def files(run_dir: Path) -> list[Path]:
 
 
 def about(run_dir: Path) -> dict[str, Any]:
-    """What `read` knows beside the ids. Raises ValueError when there is nothing."""
-    return json.loads(next(file for file in files(run_dir) if file.name == ABOUT).read_text())
+    """What `read` knows beside the ids. ValueError when there is nothing, or for a field that no mapping has so."""
+    path = next(file for file in files(run_dir) if file.name == ABOUT)
+    known = saved.fields(path.read_bytes(), path, FIELDS, LATER)
+    saved.check_sums(known.get("files", {}), path)
+    return known
+
+
+def _faults(run_dir: Path, known: dict[str, Any]) -> list[str]:
+    return faults(run_dir, known.get("files", {}))  # mappings of earlier versions have none
 
 
 def read(run_dir: Path) -> Mapping:
+    """ValueError, too, for ids or counters that are not what was written."""
     known = about(run_dir)
+    for fault in _faults(run_dir, known):
+        raise ValueError(
+            f"{run_dir} is damaged ({fault}): take it from a copy, export anew, or start the run once more, which "
+            "writes it again"
+        )
     tables = [file for file in files(run_dir) if file.name != ABOUT]
     ids = {
         unquote(file.name.removesuffix(".parquet")): pq.read_table(file, columns=["value"])["value"].combine_chunks()

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from modules.config import from_saved
 from train.config.schema import TransformConfig
 from train.data.features.columns import Coded, relabel
 from train.data.features.ids import texts_of
@@ -23,8 +24,8 @@ from train.data.features.vocabulary import hash_texts
 
 OF_NUMBERS = ("bucketize", "log", "clip")
 TO_NUMBERS = ("log", "clip")
-KINDS = ("cross", "bucketize", "log", "clip", "hash", "lookup", "copy")
-SETTINGS = {"bucketize": ("edges",), "clip": ("least", "most"), "hash": ("buckets",), "lookup": ("table", "default")}
+KINDS = ("cross", "bucketize", "log", "clip", "hash", "copy")
+SETTINGS = {"bucketize": ("edges",), "clip": ("least", "most"), "hash": ("buckets",)}
 BETWEEN = "\x1f"
 """Between the ids of a cross: a character that no id has."""
 
@@ -50,7 +51,9 @@ class Transforms:
 
     def __init__(self, described: Mapping[str, TransformConfig | Mapping[str, Any]]) -> None:
         self._all = {
-            name: each if isinstance(each, TransformConfig) else TransformConfig(**each)
+            name: each
+            if isinstance(each, TransformConfig)
+            else from_saved(TransformConfig, each, f"data.transforms.{name}")
             for name, each in described.items()
         }
         for name, each in self._all.items():
@@ -89,7 +92,7 @@ class Transforms:
             return parts[0]
         if kind == "cross":
             return _cross(parts)
-        return _hash(parts[0], each.buckets) if kind == "hash" else _lookup(parts[0], each)
+        return _hash(parts[0], each.buckets)
 
     def copied(self, name: str) -> str | None:
         """The column that a copy is of, by way of other copies; None for what another transform makes."""
@@ -166,8 +169,6 @@ def _check(name: str, each: TransformConfig) -> None:
         raise ValueError(f"{key}.least={each.least} is above most={each.most}")
     if kind == "hash" and each.buckets < 1:
         raise ValueError(f"{key}.buckets={each.buckets} must be at least 1, e.g. 10000")
-    if kind == "lookup" and not each.table:
-        raise ValueError(f"{key}.table is empty; it maps ids to ids, e.g. {{nike: sport}}")
 
 
 def _cross(parts: Sequence[Coded]) -> Coded:
@@ -195,13 +196,3 @@ def _bucketize(numbers: np.ndarray, edges: Sequence[float]) -> Coded:
 def _hash(ids: Coded, buckets: int) -> Coded:
     hashed = hash_texts(ids.values) % np.uint64(buckets)
     return relabel(ids.codes, pa.array(hashed).cast(pa.string()))
-
-
-def _lookup(ids: Coded, each: TransformConfig) -> Coded:
-    keys, values = texts_as_ids(list(each.table)), texts_as_ids([*each.table.values(), each.default])
-    # By distinct key: "1" and "1.0" are one id.
-    texts = [*values.values.to_pylist(), None]
-    table = {keys.codes[index]: texts[values.codes[index]] for index in range(len(each.table))}
-    found = Coded(np.arange(len(ids.values), dtype=np.int32), ids.values).recode(keys.values)
-    default = texts[values.codes[-1]]
-    return relabel(ids.codes, pa.array([table.get(code, default) for code in found.tolist()], pa.string()))

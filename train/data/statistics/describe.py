@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from modules.config import changed
 from train.config.schema import EventsConfig, StatisticConfig
+from train.data.features.transforms import Transforms
 from train.data.storage.rows import comparison
 
 AUTOMATIC = 4
@@ -108,8 +109,11 @@ def check(config: EventsConfig, taken: set[str]) -> None:
             raise ValueError(f"{key} counts entries of {each.log!r}, which have no labels; leave out of={each.of}")
         if each.half_life < 0 or each.smoothing < 0:
             raise ValueError(f"{key}.half_life and smoothing must be at least 0, e.g. half_life: 604800, smoothing: 20")
-        answers = {comparison(text)[0] for text in config.labels.values()}
-        if told := sorted(answers & set(row_columns(each))):
+        if 0 < each.half_life < 1:
+            raise ValueError(f"{key}.half_life={each.half_life} must be 0, or at least a second, e.g. 604800")
+        inputs = Transforms(config.transforms).inputs
+        answers = inputs(comparison(text)[0] for text in config.labels.values())
+        if told := sorted(answers & inputs(row_columns(each))):
             raise ValueError(f"{key} names the label column {told[0]!r}, whose value the request does not know")
         if not features(name, each):
             raise ValueError(f"{key} makes no number; e.g. kinds: [count, rate]")

@@ -8,14 +8,13 @@ from itertools import groupby
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from train.data.storage import formats, text
 from train.data.storage.find import partitions
 from train.data.storage.formats import Lost, format_of
 from train.data.storage.records import Layout
 from train.data.storage.remote import DataFile, packed_by, size, stream
-from train.data.storage.tables import plain
+from train.data.storage.tables import as_plain
 from train.data.storage.text import TEXT, Piece
 
 SAMPLED = 1 << 20
@@ -193,11 +192,5 @@ def _plain(table: pa.Table, columns: Sequence[str], of_folders: dict[str, str | 
                 pa.DictionaryArray.from_arrays(codes, pa.array([] if value is None else [value], pa.string()))
             )
             continue
-        column = table[name]
-        if pa.types.is_run_end_encoded(column.type):
-            column = pa.chunked_array([pc.run_end_decode(chunk) for chunk in column.chunks], column.type.value_type)
-        kind = plain(column.type)
-        if isinstance(column.type, pa.BaseExtensionType) and kind != column.type:
-            column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
-        arrays.append(column if column.type == kind else column.cast(kind))
+        arrays.append(as_plain(table[name]))
     return pa.Table.from_arrays(arrays, list(columns))

@@ -52,18 +52,21 @@ def find_remote(url: str) -> tuple[str, list[RemoteFile]]:
     protocol = url.split("://", 1)[0]
     try:
         filesystem, path = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
+    except (ImportError, ValueError, OSError) as error:
         raise ValueError(f"{url}: {error}; fsspec reads {protocol}:// with the package that it names") from None
-    filesystem.invalidate_cache()  # files may have come
-    if filesystem.exists(path):
-        matches = filesystem.find(path)
-    else:
-        found = filesystem.glob(path, detail=True)
-        matches = [
-            name
-            for match, about in found.items()
-            for name in (filesystem.find(match) if about["type"] == "directory" else [match])
-        ]
+    try:
+        filesystem.invalidate_cache()  # files may have come
+        if filesystem.exists(path):
+            matches = filesystem.find(path)
+        else:
+            found = filesystem.glob(path, detail=True)
+            matches = [
+                name
+                for match, about in found.items()
+                for name in (filesystem.find(match) if about["type"] == "directory" else [match])
+            ]
+    except Exception as error:  # of each store its own
+        raise ValueError(f"{url} cannot be listed ({type(error).__name__}: {error})") from error
     return path, [RemoteFile(filesystem.unstrip_protocol(name), name, filesystem) for name in sorted(set(matches))]
 
 

@@ -92,6 +92,10 @@ def _fault(folder: Path) -> str | None:
         return f"{MANIFEST}: {error!r}"
 
 
+LONGEST_NAME = 255
+"""Bytes of a file's name."""
+
+
 def save_meta(folder: Path, meta: dict[str, Any]) -> None:
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))
 
@@ -101,8 +105,15 @@ def array_file(folder: Path, name: str) -> Path:
 
 
 def file_name(name: str, suffix: str) -> str:
-    """Of any name: `unquote` undoes it. Letters beyond ASCII stay, of which a file's 255 bytes hold more so."""
-    return "".join(each if ord(each) > 127 else quote(each, safe="") for each in name) + suffix
+    """Of any name: `unquote` undoes it. Letters beyond ASCII stay, of which a file's 255 bytes hold more so.
+    ValueError for more."""
+    made = "".join(each if ord(each) > 127 else quote(each, safe="") for each in name) + suffix
+    if len(made.encode()) > LONGEST_NAME:
+        raise ValueError(
+            f"{name[:40]!r}... is a name of {len(name)} letters, more than the names of files can have: rename the "
+            "column, or give its table another name by data.tables"
+        )
+    return made
 
 
 def load_meta(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from train.process.files import summed
@@ -31,7 +33,8 @@ def keep_table(table: Any, folder: Path) -> Path:
         with pq.ParquetWriter(partial, schema) as writer:
             for batch in reader:
                 rows += batch.num_rows
-                writer.write_table(pa.Table.from_batches([batch]).cast(schema), row_group_size=ROW_GROUP)
+                columns = [as_plain(pa.chunked_array([column])) for column in batch.columns]
+                writer.write_table(pa.Table.from_arrays(columns, schema=schema), row_group_size=ROW_GROUP)
         if not rows:
             raise ValueError(f"the table has no rows; its columns are {schema.names}")
         sums = summed(partial)
@@ -64,8 +67,34 @@ def plain(kind: pa.DataType) -> pa.DataType:
         return pa.large_binary()
     if isinstance(kind, pa.BaseExtensionType) and kind.extension_name != "arrow.uuid":
         return plain(kind.storage_type)
+    if pa.types.is_run_end_encoded(kind):
+        return plain(kind.value_type)
     if pa.types.is_list(kind):
         return pa.list_(plain(kind.value_type))
-    if any(is_one(kind) for is_one in (pa.types.is_large_list, pa.types.is_list_view, pa.types.is_large_list_view)):
+    if pa.types.is_large_list(kind) or _is_list_view(kind):
         return pa.large_list(plain(kind.value_type))
     return kind
+
+
+def as_plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A column in the type that is `plain`."""
+    kind = plain(column.type)
+    return column if column.type == kind else pa.chunked_array(map(_as_plain, column.chunks), kind)
+
+
+def _as_plain(array: pa.Array) -> pa.Array:
+    kind = array.type
+    if kind == plain(kind):
+        return array
+    if isinstance(kind, pa.BaseExtensionType):
+        return _as_plain(array.storage)
+    if pa.types.is_run_end_encoded(kind):
+        return _as_plain(pc.run_end_decode(array))
+    if _is_list_view(kind):  # which Arrow 26 casts to lists without their items
+        offsets = np.append(0, np.cumsum(pc.list_value_length(array).fill_null(0).to_numpy(), dtype=np.int64))
+        array = pa.LargeListArray.from_arrays(offsets, _as_plain(pc.list_flatten(array)), mask=array.is_null())
+    return array.cast(plain(kind))
+
+
+def _is_list_view(kind: pa.DataType) -> bool:
+    return pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)

@@ -9,128 +9,28 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
-from torch import Tensor
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-
 from modules.batch import RequestBatch
-from train.build import build
 from train.checkpoint import load as checkpoint
 from train.checkpoint import warm_start
-from train.checkpoint.progress import Progress
-from train.checkpoint.publish import Place, Publisher, run_id
-from train.checkpoint.save import Checkpointer
 from train.checkpoint.state import model_state
 from train.config.environment import to_saved
-from train.config.schema import Config
-from train.data.following import Follower
-from train.data.loading.dealing import Cost, Dealer
 from train.data.loading.loader import LoaderOptions, build_loader, reading
 from train.data.source import Source
 from train.evaluate import evaluate_split
-from train.evaluate.distill import build_distillation
 from train.metrics import ScoreHistogram
-from train.optim.balance import Balance
-from train.optim.dense import Optimizer
-from train.optim.divergence import BadBatches
-from train.optim.guards import FiniteGuard
-from train.optim.objective import Objective
 from train.parallel.managed import review
-from train.parallel.prefetch import PrefetchPipeline
-from train.process import length
-from train.process.distributed import World
 from train.process.files import write_json
 from train.process.memory import reset_peak_memory
 from train.process.preemption import Preempted
 from train.process.signals import STATUS
-from train.record import versions
 from train.record.advice import advice, ending
-from train.record.launching import LaunchWatch
-from train.record.meters import Meters
-from train.record.run import Run
+from train.trainer.parts import Parts
 
 log = logging.getLogger(__name__)
 
 
-class Trainer:
+class Trainer(Parts):
     """One run: build, resume if the run directory holds a checkpoint, train, validate, test, write results."""
-
-    least_records = 24  # of training in a run: fewer points would be no curve
-
-    def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world = config, world
-        self.opened = Run(config, world)
-        self.run_dir = self.opened.dir
-        runtime, optimizer = config.runtime, config.optimizer
-
-        # The data, and how far the run is in them.
-        self.job = build(config, world)
-        self.source, self.model = self.job.source, self.job.model
-        self.training: Source = self.source  # which is that of newer files once there are any
-        self.num_requests = self.training.num_requests("train")
-        if self.num_requests == 0:
-            raise ValueError("the training split holds no request; enlarge data.split[0] or bring more data")
-        self.global_batch = config.data.batch_size * world.size
-        self.progress = Progress()
-        self.follower: Follower | None = None
-        if config.data.is_open:
-            self.follower = Follower(config, world, self.run_dir, self.source)
-            self.progress.parts = self.follower.begin()
-        self.total_steps = self._last_step()
-        length.check(config, self.total_steps, validated=self.source.num_requests("valid") > 0, log_it=world.is_first)
-        self.log_every = min(runtime.log_every, max(1, self.total_steps // self.least_records))
-        self.logged_step = self.saved_step = 0  # the last one of each
-        self.dealer: Dealer | None = None
-        if config.parallel.balance and world.size > 1:
-            sample = self.source.batch("train", np.arange(min(256, self.num_requests)))
-            self.dealer = Dealer(Cost.measured(self.job.forward_flops, sample), world.size, config.parallel.balance)
-
-        # A step.
-        ranking_model = self.job.ranking_model
-        graphs = runtime.cuda_graphs and world.device.type == "cuda"
-        self.guard = FiniteGuard(
-            ranking_model.embedding.assemble,
-            world,
-            window=self.log_every,
-            locate=lambda row: self.training.locate(row),
-            remembered=runtime.skip_window if runtime.bad_batch == "skip" else 0,
-        )
-        self.bad_batches = BadBatches(self.guard, skipped=runtime.bad_batch == "skip")
-        self.optimizer = Optimizer(
-            self.model, optimizer, self.total_steps // optimizer.accumulate, self.guard, graphs=graphs
-        )
-        self.distillation = build_distillation(self.job)
-        self.objective = Objective(
-            self.job.losses,
-            self.source.spec,
-            optimizer.task_weights | dict.fromkeys(self._unlabelled(), 0.0),
-            None if self.distillation is None else self.distillation.loss,
-            world.device,
-        )
-        kind = PrefetchPipeline if self.job.prefetches else TrainPipelineSparseDist
-        self.pipeline = kind(self.model, self.optimizer, world.device, custom_model_fwd=self._forward)
-        self.balance = Balance(ranking_model, world, graphs=graphs)
-
-        # What is told of it, and kept.
-        self.tracker = self.opened.tracker
-        self.meters = Meters(self.job, self.total_steps, graphs=graphs)
-        self.launches = LaunchWatch(config, world)
-        self.checkpoints = Checkpointer(
-            self.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save, world
-        )
-        self.publisher: Publisher | None = None
-        if config.publish.every:
-            place = Place(config.publish.to or self.run_dir / "published")
-            self.publisher = Publisher(
-                place, world.by_first(lambda: run_id(self.run_dir)), self.source.fingerprint, world
-            )
-        self.about: dict[str, Any] = {
-            "config": to_saved(config),
-            "plan": self.job.plan,
-            "world_size": world.size,
-            "data_fingerprint": self.source.fingerprint,
-            "versions": versions.collect(),
-        }
 
     def run(self) -> dict[str, Any]:
         """Train to the end and evaluate the test split on the best checkpoint; returns what `results.json` holds."""
@@ -184,12 +84,6 @@ class Trainer:
             write_json(self.run_dir / "config.json", self.about)
             self.source.keep_mapping(self.run_dir)
         self.tracker.start(self.about, total_steps=self.total_steps, resume_step=self.progress.step if saved else None)
-
-    def _last_step(self) -> int:
-        """`runtime.steps`, or the step at which the last epoch ends for this many ranks and this batch size."""
-        runtime, progress = self.config.runtime, self.progress
-        epochs = progress.parts[-1]["end"] if progress.parts else runtime.epochs
-        return runtime.steps or progress.step + progress.steps_left(self.num_requests, self.global_batch, epochs)
 
     def _finished(self) -> bool:
         return self.progress.step >= self.total_steps or self._stopped_early()
@@ -310,16 +204,6 @@ class Trainer:
         if _every(self.progress.step, self.log_every) or self._finished():
             self._log()
 
-    def _unlabelled(self) -> list[str]:
-        """Tasks of whose labels the training split has none, as of those that come late."""
-        missing = self.source.missing()
-        tasks = [task for task in self.source.spec.tasks if missing.get(task) == 1]
-        if tasks and self.follower is None:
-            if self.world.is_first:
-                log.warning("no training row has a label of %s, whose weight in the loss is 0", ", ".join(tasks))
-            return tasks
-        return []
-
     def _average_tables(self) -> None:
         if self.job.copies is not None:
             self.job.copies.average()
@@ -328,13 +212,6 @@ class Trainer:
         """Bring tables to where a run that begins here would have them."""
         self._average_tables()
         review(self.job.ranking_model.embedding)
-
-    def _forward(self, batch: RequestBatch) -> tuple[Tensor, tuple[Tensor, Tensor, RequestBatch]]:
-        with self.job.autocast():
-            outputs = self.model(batch)
-        loss, of_labels, logits, weight = self.objective(self.job.arch, outputs, batch)
-        self.optimizer.rows, self.optimizer.count = batch.row, weight
-        return loss, (of_labels, logits, batch)
 
     def _log(self) -> None:
         """The only place in the loop that waits for the device."""

@@ -1,0 +1,5 @@
+"""Training runs."""
+
+from train.trainer.loop import Trainer
+
+__all__ = ["Trainer"]

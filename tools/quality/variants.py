@@ -35,6 +35,7 @@ ARMS: dict[str, dict[str, tuple[str, ...]]] = {
         "no plain head": ("model.plain_head=false",),
         NO_STATISTICS: ("data.statistics=none",),
     },
+    "kunlun": {BASE: ()},
     "din": {BASE: ()},
     "dcnv2": {BASE: ()},
     "lightgbm": {BASE: ("model=din", "tracking.tags=[lightgbm]")},

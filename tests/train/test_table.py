@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -44,6 +45,28 @@ def test_equal_tables_are_one_file_of_plain_types(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the table has no rows; its columns are \['user'"):
         keep_table(plain.slice(0, 0), tmp_path)
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({1: [1]}, "column 1 must have a text as its name"),
+        ({"user": "abc"}, "column 'user' must have .* a list or an array of values"),
+        ({"user": 5}, "column 'user': "),
+        ({"user": None}, "column 'user': "),
+        ({"user": ["a", 1]}, "column 'user': Expected bytes, got a 'int' object; give values of one type"),
+        ({"user": [10**30]}, "column 'user': .* too large"),
+        ({"user": ["\ud800"]}, "column 'user': .* surrogates not allowed"),
+        ({"user": np.zeros((2, 2))}, "column 'user': only handle 1-dimensional arrays"),
+        ({"user": np.array([1j])}, "column 'user': Unsupported numpy type"),
+        (Stream(pa.Table.from_arrays([[1], [2]], ["user", "user"])), "more than one column 'user'"),
+        (Stream(pa.table({"of": pa.array([(1, 2, 3)], pa.month_day_nano_interval())})), "a type that no file holds"),
+    ],
+)
+def test_a_column_that_is_none_is_named(table: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        keep_table(table, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 LISTS = [[3], None, [], [1, 2, None], [9] * 4, None, [5]]

@@ -161,7 +161,7 @@ def test_a_number_that_is_not_finite_is_refused(data: tuple[str, ...]) -> None:
 def test_a_whole_number_that_no_machine_holds_is_refused() -> None:
     good = composed("data=avazu", "data.files=[a.csv]")
     keys = number_keys(to_config(good), WHOLE)
-    assert {"data.request_window", "data.max_candidates", "runtime.seed"} <= set(keys)
+    assert {"data.request_window", "data.max_candidates", "data.min_count", "runtime.seed"} <= set(keys)
     for key in (key for key in keys if not key.startswith("model.")):  # models have rules of their own
         bad = deepcopy(good)
         OmegaConf.update(bad, key, 10**25, force_add=True)

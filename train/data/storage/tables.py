@@ -26,6 +26,8 @@ def keep_table(table: Any, folder: Path) -> Path:
     """
     reader = _batches(table)
     schema = pa.schema([pa.field(field.name, plain(field.type)) for field in reader.schema])
+    if repeated := [name for name in schema.names if schema.names.count(name) > 1]:
+        raise ValueError(f"the table has more than one column {repeated[0]!r}; rename all but one")
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{uuid.uuid4().hex}"
     try:
@@ -43,6 +45,8 @@ def keep_table(table: Any, folder: Path) -> Path:
             partial.unlink()  # a file that stays as it is is not prepared again
         else:
             partial.rename(kept)
+    except pa.ArrowNotImplementedError as error:
+        raise ValueError(f"the table has a column of a type that no file holds: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
     return kept
@@ -50,13 +54,22 @@ def keep_table(table: Any, folder: Path) -> Path:
 
 def _batches(table: Any) -> pa.RecordBatchReader:
     if isinstance(table, Mapping):
-        table = pa.table(dict(table))
+        table = pa.table({name: _column(name, values) for name, values in table.items()})
     if not hasattr(table, "__arrow_c_stream__"):
         raise ValueError(
             f"a {type(table).__module__}.{type(table).__name__} is no table; give a DataFrame of pandas (2.2 or later) "
             "or Polars, a pyarrow.Table, or a mapping of columns, e.g. {'user': [1, 2], 'click': [0, 1]}"
         )
     return pa.RecordBatchReader.from_stream(table)
+
+
+def _column(name: Any, values: Any) -> pa.Array | pa.ChunkedArray:
+    if not isinstance(name, str) or isinstance(values, str | bytes):
+        raise ValueError(f"column {name!r} must have a text as its name and a list or an array of values, one a row")
+    try:
+        return values if isinstance(values, pa.Array | pa.ChunkedArray) else pa.array(values)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"column {name!r}: {error}; give values of one type, e.g. all numbers or all text") from error
 
 
 def plain(kind: pa.DataType) -> pa.DataType:

@@ -144,7 +144,7 @@ def readme() -> Iterator[Row]:
         precision = "FP8" if _is_fp8(ours) else "this precision"
         nearest, other = [*(cells or [f"no other one in {precision} ran"]), "", ""][:2]
         if contest.missing:
-            nearest += f"; {' and '.join(contest.missing)} did not run in this case"
+            nearest += f"; {' and '.join(contest.missing)} did not run"
         yield contest.what, [result.tflops(ours), nearest, other]
 
 

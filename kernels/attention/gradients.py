@@ -23,13 +23,15 @@ def gradients_beside(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def gradients_in_projection(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty tensors for the gradients of q, k and v; if v is the last part of a projection [N, 3, H, d], dv is, too,
-    and if k and v are one of [N, 2, H, d], dk and dv are."""
+    """Empty tensors for the gradients of q, k and v; if v has the strides of the last part of one [N, 3, H, d],
+    dv is one, too, and if k and v have those of two parts of [N, 2, H, d], dk and dv are.
+
+    Strides alone decide: compilers, which must know the layout beforehand, do not know where in its memory a part is.
+    """
     num_tokens, num_heads, dim = v.shape
     width = num_heads * dim
-    two = (2 * width, dim, 1)
-    if num_tokens and k.stride() == v.stride() == two and v.storage_offset() - k.storage_offset() == width:
+    if num_tokens and k.stride() == v.stride() == (2 * width, dim, 1):
         return gradients_beside(q, k, v)
-    if num_tokens == 0 or v.stride() != (3 * width, dim, 1) or v.storage_offset() != 2 * width:
+    if num_tokens == 0 or v.stride() != (3 * width, dim, 1):
         return contiguous_gradients(q, k, v)
     return q.new_empty(q.shape), k.new_empty(k.shape), last_part(v, 3)

@@ -22,8 +22,10 @@ from tools.quality.reachable import reachable
 from train.commands import baseline
 from train.config.schema import Config, EventsConfig
 
-GENERATED = ("shop", "video", "news")
-LOGS = {kind: (f"data={kind}_log",) for kind in GENERATED} | {"ids": ("data=movielens_ids",)}
+GENERATED = {"shop": 60_000, "video": 60_000, "news": 60_000, "shop_200k": 200_000}  # impressions of kinds of business
+FOLDER = "prepared/variants/{}"
+LOGS = {log: (f"data={log.partition('_')[0]}_log", f"data.root={FOLDER.format(log)}") for log in GENERATED}
+LOGS["ids"] = ("data=movielens_ids",)
 KEPT = ("step", "best_step", "seconds", "valid", "test")
 
 NO_STATISTICS = "no statistics"
@@ -33,6 +35,7 @@ ARMS: dict[str, dict[str, tuple[str, ...]]] = {
         "no plain head": ("model.plain_head=false",),
         NO_STATISTICS: ("data.statistics=none",),
     },
+    "kunlun": {BASE: ()},
     "din": {BASE: ()},
     "dcnv2": {BASE: ()},
     "lightgbm": {BASE: ("model=din", "tracking.tags=[lightgbm]")},
@@ -102,8 +105,9 @@ def prepare(log: str) -> None:
     from tools.datasets import business_logs
     from train.data import build_source
 
-    if log in GENERATED and not Path("prepared", f"{log}_log", "items.parquet").exists():
-        business_logs.main([log])
+    folder = FOLDER.format(log)
+    if log in GENERATED and not Path(folder, "items.parquet").exists():
+        business_logs.main([log.partition("_")[0], "--impressions", str(GENERATED[log]), "--to", folder])
     build_source(run.configuration([*LOGS[log]]).data)
 
 

@@ -11,7 +11,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from train.config.schema import Config
+from train.config.schema import Config, DataConfig, EventsConfig
+from train.data.statistics import compute
 from train.process.distributed import World
 
 log = logging.getLogger(__name__)
@@ -47,10 +48,15 @@ def settle(config: Config, requests: int, validated: bool, ranks: int = 1) -> st
         return ""
     # Whoever says how long a run is, or when it validates, gets that and nothing else.
     validating = "runtime.epochs" in opened and validated and not (config.runtime.steps or config.runtime.eval_every)
-    few = requests < FEW and not {"model.dropout", "model.plain_head"}.isdisjoint(opened)
+    few = requests < FEW and not {"model.dropout", PART}.isdisjoint(opened)
+    fixed = ""
+    if config.runtime.cuda_graphs:
+        fixed = PART
+    elif _get(config, PART, False) is not False and _uncounted(config.data):
+        fixed = "optimizer.sparse_lr"
     for key in opened:  # later ones depend on those before
         if key in OF_FEW:
-            _set(config, key, (OF_FEW if few and not (key == PART and config.runtime.cuda_graphs) else FIXED)[key])
+            _set(config, key, (OF_FEW if few and key != fixed else FIXED)[key])
         else:
             _set(config, key, _choose(config, key, max(requests, 1), validating, ranks))
     chosen = ""
@@ -120,6 +126,13 @@ def _choose(config: Config, key: str, requests: int, validating: bool, ranks: in
         return PATIENCE * runtime.evals_per_epoch if validating and runtime.epochs > PATIENCE else 0
     steps = runtime.steps or runtime.epochs * -(-requests // (config.data.batch_size * ranks))
     return min(WARMUP, max(1, steps // config.optimizer.accumulate // 10))
+
+
+def _uncounted(data: DataConfig) -> bool:
+    """Whether ids have to say what statistics would, beside numbers that the plain head keeps them from drowning."""
+    if not isinstance(data, EventsConfig) or compute.settled(data).statistics:
+        return False
+    return bool(data.candidate_numeric or data.candidate_vectors)
 
 
 def _earlier(run_dir: Path) -> dict[str, Any]:

@@ -399,7 +399,7 @@ def test_the_readme_names_the_strongest_of_all_contenders_of_one_precision(monke
     assert cells[1:] == ["1.50x FlashAttention 4", "3.00x `torch.nn.attention.varlen`"]
     del contenders["FlashAttention 4"]
     ((_, cells),) = tables.readme()
-    assert cells[1:] == ["3.00x `torch.nn.attention.varlen`; FlashAttention 4 did not run in this case", ""]
+    assert cells[1:] == ["3.00x `torch.nn.attention.varlen`; FlashAttention 4 did not run", ""]
     contenders["FlashAttention 4"] = {"unavailable": "FlashAttention 4 cannot be imported"}
     assert contest.result.over("FlashAttention 4") == "not run"
     contenders["FlashAttention 4"] = {"unavailable": "cannot run this: head_dim"}

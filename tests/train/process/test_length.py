@@ -58,8 +58,8 @@ def test_less_data_takes_smaller_batches_and_more_epochs(requests: int, expected
 
 
 def test_few_requests_are_learned_with_less_memory_by_models_that_leave_it_open() -> None:
-    def rates(requests: int, model: str, dropout: float | None) -> dict[str, Any]:
-        config = config_of("data=movielens_ids", f"model={model}")
+    def rates(requests: int, model: str, dropout: float | None, *overrides: str) -> dict[str, Any]:
+        config = config_of("data=movielens_ids", f"model={model}", *overrides)
         config.model.dropout = dropout or config.model.dropout
         length.settle(config, requests, validated=True)
         return {key: found for key in length.OF_FEW if (found := length._get(config, key)) is not None}
@@ -68,9 +68,18 @@ def test_few_requests_are_learned_with_less_memory_by_models_that_leave_it_open(
     assert rates(24_000, "interformer", None) == length.OF_FEW
     assert rates(24_000, "interformer", 0.1) == length.OF_FEW | {"model.dropout": 0.1}
     assert rates(300_000, "interformer", None) == fixed
+    uncounted = length.OF_FEW | {"optimizer.sparse_lr": fixed["optimizer.sparse_lr"]}
+    numbers = "data.candidate_numeric=[rating]"
+    assert rates(24_000, "interformer", None, numbers) == uncounted
+    assert rates(24_000, "interformer", None, numbers, "data.statistics=auto") == length.OF_FEW
+    by_user = "data.split_by=last"  # by which there are no statistics
+    assert rates(24_000, "interformer", None, numbers, "data.statistics=auto", by_user) == uncounted
+    assert rates(24_000, "interformer", None, numbers, "model.plain_head=false") == length.OF_FEW | {
+        "model.plain_head": False
+    }
     del fixed["model.plain_head"]
     assert rates(24_000, "din", 0.1) == fixed | {"model.dropout": 0.1}
-    assert rates(24_000, "kunlun", None) == fixed
+    assert rates(24_000, "gem", None) == fixed
 
 
 def test_graphs_do_without_further_heads() -> None:

@@ -157,7 +157,10 @@ def test_a_request_in_plain_python_is_filled_as_files_are(tmp_path):
         ({"missing_nan": ["click"], "labels": {"c": "click == 1"}}, r"data\.missing_nan names \['click'\]"),
         ({"missing_indicator": ["cost*"]}, r"data\.missing_indicator names \['cost\*'\]"),
         ({"missing_fill": {"cost": 0}}, r"data\.missing_fill names \['cost'\]"),
-        ({"missing_fill": {"price": math.nan}}, r"data\.missing_fill\.price=nan must be a finite number, e\.g\. 0"),
+        (
+            {"missing_fill": {"price": math.nan}},
+            r"data\.missing_fill\.price=nan must be a finite number that float32 can hold, e\.g\. 0",
+        ),
     ],
 )
 def test_what_is_no_numeric_column_is_named(tmp_path, changes, message):

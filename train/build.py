@@ -33,6 +33,7 @@ from train.checkpoint import load as checkpoint
 from train.config.schema import Config
 from train.data import build_source
 from train.data.source import Source
+from train.data.statistics.compute import uncounted
 from train.data.storage.store import ByFirst
 from train.data.summary import summarise
 from train.metrics.collection import OwnMetric, own_metrics
@@ -95,7 +96,8 @@ def planned(
     if isinstance(config.model, RetrievalConfig):
         config.data.leave_out_statistics()
     source = build_source(config.data, by_first)
-    chosen = length.settle(config, source.num_requests("train"), source.num_requests("valid") > 0, ranks)
+    validated = source.num_requests("valid") > 0
+    chosen = length.settle(config, source.num_requests("train"), validated, ranks, uncounted(config.data))
     losses = TaskLosses(config.tasks, source.spec.tasks)
     return source, losses, output_spec(source.spec, losses), chosen
 

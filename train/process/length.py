@@ -11,8 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from train.config.schema import Config, DataConfig, EventsConfig
-from train.data.statistics import compute
+from train.config.schema import Config
 from train.process.distributed import World
 
 log = logging.getLogger(__name__)
@@ -36,10 +35,11 @@ OF_FEW = {"optimizer.lr": 2e-3, "optimizer.sparse_lr": 5e-3, "model.dropout": 0.
 WARMUP = 20  # dense steps, in a run of 10 times as many
 
 
-def settle(config: Config, requests: int, validated: bool, ranks: int = 1) -> str:
+def settle(config: Config, requests: int, validated: bool, ranks: int = 1, uncounted: bool = False) -> str:
     """Replace each of `KEYS` that is None; what it is, as a sentence.
 
-    `requests`: of the training split; `validated`: whether the validation split has any.
+    `requests`: of the training split; `validated`: whether the validation split has any; `uncounted`: whether ids have
+    to say what statistics would, beside numbers that the plain head keeps them from drowning.
     """
     opened = [key for key in KEYS if _get(config, key, False) is None]
     if not config.data.sizes_run:
@@ -52,7 +52,7 @@ def settle(config: Config, requests: int, validated: bool, ranks: int = 1) -> st
     fixed = ""
     if config.runtime.cuda_graphs:
         fixed = PART
-    elif _get(config, PART, False) is not False and _uncounted(config.data):
+    elif uncounted and _get(config, PART, False) is not False:
         fixed = "optimizer.sparse_lr"
     for key in opened:  # later ones depend on those before
         if key in OF_FEW:
@@ -126,13 +126,6 @@ def _choose(config: Config, key: str, requests: int, validating: bool, ranks: in
         return PATIENCE * runtime.evals_per_epoch if validating and runtime.epochs > PATIENCE else 0
     steps = runtime.steps or runtime.epochs * -(-requests // (config.data.batch_size * ranks))
     return min(WARMUP, max(1, steps // config.optimizer.accumulate // 10))
-
-
-def _uncounted(data: DataConfig) -> bool:
-    """Whether ids have to say what statistics would, beside numbers that the plain head keeps them from drowning."""
-    if not isinstance(data, EventsConfig) or compute.settled(data).statistics:
-        return False
-    return bool(data.candidate_numeric or data.candidate_vectors)
 
 
 def _earlier(run_dir: Path) -> dict[str, Any]:

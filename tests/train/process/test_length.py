@@ -15,6 +15,7 @@ from hydra import compose, initialize_config_dir
 from tests.launching import ROOT, train_here
 from train.config.compose import to_config
 from train.config.schema import Config, register_schema
+from train.data.statistics import compute
 from train.process import length
 
 
@@ -61,7 +62,7 @@ def test_few_requests_are_learned_with_less_memory_by_models_that_leave_it_open(
     def rates(requests: int, model: str, dropout: float | None, *overrides: str) -> dict[str, Any]:
         config = config_of("data=movielens_ids", f"model={model}", *overrides)
         config.model.dropout = dropout or config.model.dropout
-        length.settle(config, requests, validated=True)
+        length.settle(config, requests, validated=True, uncounted=compute.uncounted(config.data))
         return {key: found for key in length.OF_FEW if (found := length._get(config, key)) is not None}
 
     fixed = {key: length.FIXED[key] for key in length.OF_FEW}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from train.config.schema import EventsConfig
+from train.config.schema import DataConfig, EventsConfig
 from train.data.events.read import Columns
 from train.data.features import mapping
 from train.data.requests import Formed, Requests
@@ -33,6 +33,13 @@ def settled(config: EventsConfig) -> EventsConfig:
         return replace(config, statistics=mapping.about(Path(config.vocabulary_of)).get("statistics", {}))
     described = {name: asdict(each) for name, each in describe.statistics(config).items()}
     return replace(config, statistics=described)
+
+
+def uncounted(data: DataConfig) -> bool:
+    """Whether candidates have numbers or vectors and nothing has statistics."""
+    if not isinstance(data, EventsConfig) or settled(data).statistics:
+        return False
+    return bool(data.candidate_numeric or data.candidate_vectors)
 
 
 class Statistics:

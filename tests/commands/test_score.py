@@ -92,6 +92,7 @@ class Runs:
         return os.mkdir, (str(self.made),)
 
 
+@pytest.mark.reliability("an `export.json` that names a foreign module", "refused; nothing is imported")
 def test_operators_are_those_of_this_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "evil_operators.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)

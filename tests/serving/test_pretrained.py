@@ -100,6 +100,7 @@ def test_a_folder_that_is_none_is_told_in_words(saved: Path, tmp_path: Path) -> 
     refused("model.safetensors is not of the model in config.json: ")
 
 
+@pytest.mark.reliability("a `config.json` whose model is a foreign class", "refused; nothing is imported")
 def test_no_folder_decides_what_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "evil_models.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)

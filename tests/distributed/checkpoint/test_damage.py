@@ -84,6 +84,9 @@ def test_a_checkpoint_runs_no_code(run_dir: Path, tmp_path: Path) -> None:
     assert not made.exists()
 
 
+@pytest.mark.reliability(
+    "a checkpoint index that names a pickled object or another folder", "refused; nothing runs, no other file is read"
+)
 def test_an_index_leads_to_tensors_of_the_checkpoint_only(run_dir: Path, tmp_path: Path) -> None:
     made, checkpoint = tmp_path / "made", run_dir / NEWEST
     index = read_metadata(checkpoint)
@@ -150,6 +153,7 @@ def test_a_run_without_a_whole_checkpoint_does_not_begin_anew(run_dir: Path) -> 
     assert sorted((run_dir / "checkpoints").iterdir()) == before
 
 
+@pytest.mark.reliability("a damaged checkpoint is evaluated or loaded by a new run", "refused, naming the file")
 def test_a_damaged_checkpoint_is_not_evaluated(run_dir: Path, tmp_path: Path) -> None:
     flip(shard(run_dir / NEWEST))
     with pytest.raises(DamagedError, match="__0_0.distcp"):

@@ -160,6 +160,7 @@ def test_errors_do_not_show_what_the_environment_had(key: str, monkeypatch: pyte
         "${runtime.run_dir}",
     ],
 )
+@pytest.mark.reliability("a foreign data YAML reads the environment", "refused before anything is read, naming the key")
 def test_data_reads_no_environment(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THE_TEST", SECRET)
     whole = composed(["data=movielens_ids", "tracking.name=${oc.env:OF_THE_TEST}"])
@@ -195,6 +196,10 @@ HIDDEN = "hunter2-of-the-test"
         f"https://host/a.csv#api-key={HIDDEN}",
         f"gs://bucket/a.csv?X-Goog-Signature={HIDDEN}",
     ],
+)
+@pytest.mark.reliability(
+    "a URL with a password, token or signature in the configuration",
+    "refused by key; no error, log or sweep file shows it",
 )
 def test_a_secret_in_a_url_is_refused_without_being_shown(url: str, tmp_path: Path) -> None:
     for override in (f'data.files=["{url}"]', f'+data.flies="{url}"', f'tracking.project="{url}"', f"data.root={url}"):

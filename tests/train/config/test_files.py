@@ -77,6 +77,10 @@ REACHES = {
 
 
 @pytest.mark.parametrize("name", REACHES)
+@pytest.mark.reliability(
+    "a foreign data YAML, or its `defaults`, sets other sections, callbacks or packages",
+    "refused by file; none of its code is imported or run",
+)
 def test_a_data_file_sets_data_alone(name: str, tmp_path: Path) -> None:
     sibling = "b, " if "data/b.yaml" in REACHES[name] else ""
     files = {"data/theirs.yaml": OURS.format(sibling=sibling), **REACHES[name]}
@@ -152,6 +156,9 @@ def test_hydra_s_own_keys_are_the_shipped_ones(text: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("entry", ["${oc.env:S}", "/model: ${oc.env:S}", "${ oc.env:S }", "${oc.decode:${oc.env:S}}"])
+@pytest.mark.reliability(
+    "`${oc.env:NAME}` in the `defaults` of a data YAML or an experiment", "refused without showing the value"
+)
 def test_no_defaults_list_reads_the_environment(entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("S", SECRET)
     write(tmp_path, {"data/theirs.yaml": f"defaults:\n  - events_schema\n  - {entry}\n  - _self_\n"})

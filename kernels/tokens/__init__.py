@@ -64,7 +64,8 @@ def add_rms_norm(
 
     `rows` [...] int64 must name each of 0 .. N - 1 at most once, which is not checked; -1 stands for a row of zeros.
     The third result is [..., D], and empty without `rows`. With `twice` the norm is also the fourth result, for a
-    second reader: the gradients from both are added where the norm's is made, and not in a pass of their own.
+    second reader: the gradients from both, and that of the first result, are added where the norm's is made, and not
+    in a pass of their own.
     ValueError for shapes and dtypes that do not fit.
     """
     if x.dim() != 2 or not x.is_floating_point() or (change is not None and change.shape != x.shape):

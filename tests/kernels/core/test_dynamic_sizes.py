@@ -159,8 +159,8 @@ CASES: dict[str, Case] = {
         lambda q, k, v, o, p, i: gdpa.gdpa(q, k, v, o, p, kv_index=i, activation="gelu", score_scale=0.3, **BOTH),
         lambda n, b: (*heads(n, 3), rows(n, 2 * b), rows(n, b), torch.arange(b).repeat_interleave(2)),
     ),
-    "layer_norm": (gdpa.layer_norm, lambda n, b: (real(n, 4, 8),)),
-    "add_norms": (gdpa.add_norms, lambda n, b: (real(n, 4, 8), real(n, 4, 8))),
+    "layer_norm": (lambda q: gdpa.layer_norm(q, heads=2, beside=True), lambda n, b: (real(n, 4, 8),)),
+    "add_norms": (lambda x, q: gdpa.add_norms(x, q, norm=True), lambda n, b: (real(n, 4, 8), real(n, 4, 8))),
     "expand_rows": (
         lambda x, o, like: ikbo.expand_rows(x, o, like.shape[0]),
         lambda n, b: (real(b, 3), rows(n, b), real(n)),

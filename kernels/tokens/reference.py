@@ -37,6 +37,11 @@ def concat_finite(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     return whole, whole.isfinite().all().float()
 
 
+def concat_tokens(parts: list[Tensor], added: Tensor | None) -> Tensor:
+    whole = torch.cat(parts, 1)
+    return whole if added is None else whole + added
+
+
 def move_rows_(out: Tensor, rows: Tensor, places: Tensor, scatter: bool, divisor: float) -> Tensor:
     moved = rows if scatter else rows[places]
     moved = moved if divisor == 1 else moved / divisor

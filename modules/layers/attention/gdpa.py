@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from kernels.core import dispatch
 from kernels.gdpa import ACTIVATIONS, add_norms, gdpa, layer_norm
 from modules.config import option
 from modules.core.checks import check_maximum, check_tokens
@@ -250,7 +251,9 @@ class PersonalizedFFN(nn.Module):
                 f"summary must be [B, {self.num_summary}, {self.num_heads * self.head_dim}], got {list(summary.shape)}"
             )
         # A batched product: matmul would transpose the summary, to make one large product with features as rows.
-        mixed = torch.bmm(self.mix.expand(len(summary), -1, -1), summary)
+        # Autocast would round what is expanded, a copy for each row, and its gradient before the sum over rows.
+        mix, summary = dispatch.autocast_operands(mix=self.mix, summary=summary)
+        mixed = torch.bmm(mix.expand(len(summary), -1, -1), summary)
         key, value = mixed.view(len(summary), len(self.mix) // 2, 2, self.num_heads, self.head_dim).unbind(2)
         query = queries.view(-1, self.num_heads, self.head_dim)
         attended = gdpa(

@@ -184,6 +184,7 @@ def rms_norm(
     dtype: torch.dtype | None = None,
     epsilon: float = EPSILON,
     twice: Literal[False] = False,
+    beside: Literal[False] = False,
     backend: str | None = None,
 ) -> Tensor: ...
 
@@ -194,9 +195,10 @@ def rms_norm(
     *,
     dtype: torch.dtype | None = None,
     epsilon: float = EPSILON,
-    twice: Literal[True],
+    twice: bool = False,
+    beside: bool = False,
     backend: str | None = None,
-) -> tuple[Tensor, Tensor]: ...
+) -> tuple[Tensor, ...]: ...
 
 
 def rms_norm(
@@ -205,19 +207,21 @@ def rms_norm(
     dtype: torch.dtype | None = None,
     epsilon: float = EPSILON,
     twice: bool = False,
+    beside: bool = False,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """x / sqrt(mean(x^2) + epsilon) over the last dimension of x [..., D], in `dtype`; without one, in that of x.
 
-    Statistics are at least float32. Zeros stay zeros with a finite gradient. With `twice` a pair of it, for two
-    readers, whose gradients are added where that of x is made. ValueError for integers.
+    Statistics are at least float32. Zeros stay zeros with a finite gradient. With `twice` a tuple of it, for two
+    readers, and with `beside` one that ends with x, for whoever reads that too: all gradients are added where that of x
+    is made. ValueError for integers.
     """
     dtype = dtype or x.dtype
     for name, kind in (("x", x.dtype), ("dtype", dtype)):
         if not kind.is_floating_point:
             raise ValueError(f"{name} must be of a floating type, e.g. torch.bfloat16, got {kind}")
     chosen = dispatch.choose_in_eager("rms_norm", backend, x, width=x.shape[-1], out_dtype=dtype)
-    return cast("Tensor | tuple[Tensor, Tensor]", chosen(x, dtype, epsilon, twice))
+    return cast("Tensor | tuple[Tensor, ...]", chosen(x, dtype, epsilon, twice, beside))
 
 
 def silu_mlp(

@@ -48,8 +48,8 @@ def rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["num_heads"])
 def rms_norm_backward_kernel(
-    grad, more, x, dx, x_token, x_head, grad_token, grad_head, more_token, more_head, num_heads,
-    EPSILON: tl.constexpr, ADD: tl.constexpr,
+    grad, more, x, beside, dx, x_token, x_head, grad_token, grad_head, more_token, more_head, num_heads,
+    EPSILON: tl.constexpr, ADD: tl.constexpr, BESIDE: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, head, real = _heads(num_heads, HEADS, ROWS)
@@ -64,6 +64,8 @@ def rms_norm_backward_kernel(
     s = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + EPSILON)
     n = values * s[:, None]
     result = s[:, None] * (dn - n * (tl.sum(n * dn, 1) / WIDTH)[:, None])
+    if BESIDE:
+        result += tl.load(beside + places, inside, 0.0).to(tl.float32)
     tl.store(dx + places, result.to(dx.dtype.element_ty), inside)
 
 
@@ -148,10 +150,13 @@ def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
     return out
 
 
-def rms_norm_backward(grad: Tensor, x: Tensor, epsilon: float, more: Tensor | None = None) -> Tensor:
-    """dx like x, contiguous; the gradient of n is `grad`, or grad + more."""
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, epsilon: float, beside: Tensor | None = None, more: Tensor | None = None
+) -> Tensor:
+    """dx like x, contiguous; the gradient of n is `grad`, or grad + more. `beside` like x is added to dx."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    options = (epsilon, more is not None)
+    options = (epsilon, more is not None, beside is not None)
+    others = (dx if beside is None else beside.contiguous(), dx)
     x, grad, more = _of_heads(x), _of_heads(grad), _of_heads(grad if more is None else more)
     if x.dim() == 3:
         grad, more = _walkable(grad), _walkable(more)
@@ -159,7 +164,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, epsilon: float, more: Tensor | No
     else:
         grad, more = grad.contiguous(), more.contiguous()
         strides = (x.shape[-1],) * 4
-    _over_heads(_launch_norm_backward, x.shape[-1], x, (dx,), grad, more, strides=strides, options=options)
+    _over_heads(_launch_norm_backward, x.shape[-1], x, others, grad, more, strides=strides, options=options)
     return dx
 
 

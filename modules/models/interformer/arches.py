@@ -222,12 +222,13 @@ class InteractionArch(nn.Module):
     def stack(self) -> Sequence[DHENLayer | WukongLayer]:
         return cast("Sequence[DHENLayer | WukongLayer]", self.get_submodule(self.interaction))
 
-    def normed(self, candidate: Tensor) -> tuple[Tensor, Tensor]:
-        """What `SequenceSummary` and this arch read of the tokens of an earlier layer."""
+    def normed(self, candidate: Tensor) -> tuple[Tensor, ...]:
+        """What `SequenceSummary` and this arch read of the tokens of an earlier layer, and these tokens."""
         dtype = dispatch.autocast_dtype(candidate)
         if self.reads(candidate) is dtype:
-            return rms_norm(candidate, dtype=dtype, twice=True)
-        return rms_norm(candidate, dtype=dtype), rms_norm(candidate)
+            return rms_norm(candidate, dtype=dtype, twice=True, beside=True)
+        of_summary, candidate = rms_norm(candidate, dtype=dtype, beside=True)
+        return of_summary, *rms_norm(candidate, beside=True)
 
     def reads(self, tokens: Tensor) -> torch.dtype:
         """Wukong has products of all tokens, which round them; DHEN also adds them up as they are."""

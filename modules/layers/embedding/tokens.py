@@ -238,7 +238,7 @@ class LocalEmbedding(nn.Module):
         ids = [feature for part in parts for feature in part.values().split(part.length_per_key())]
         for (name, table), of_feature in zip(lookups, ids, strict=True):
             asked[tables_of[table]].append((name, table, of_feature))
-        found = {}
+        found: dict[str, _LookedUp] = {}
         for tables, lookups_of in asked.items():
             if lookups_of:
                 names, of_tables, of_features = zip(*lookups_of, strict=True)

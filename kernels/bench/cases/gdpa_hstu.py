@@ -37,6 +37,7 @@ MOST_TARGETS = 64
 SEMI_LOCAL = {"cuda": (256, 32), "cpu": (8, 4)}
 # As of `gdpa`'s other cases.
 LIMIT = 1e-2
+SCRATCH_BYTES = 5e8
 # The peer's configurations that are tried again at another length of the same kind of call.
 BEST = 4
 KIND = ("DimQ", "HAS_MULTIPLE_TARGETS", "ENABLE_TMA")
@@ -151,14 +152,17 @@ def _problem(masks: Masks, direction: str, dim: int, longest: int, device: torch
 def _expected(
     inputs: list[Tensor], cotangent: Tensor, lengths: Tensor, numbers: Tensor, call: dict[str, Any], backward: bool
 ) -> tuple[Tensor, ...]:
-    """Output or gradients in float32 from the reference, a row at a time."""
-    parts = zip(*(x.detach().split(lengths.tolist()) for x in (*inputs, cotangent)), numbers, strict=True)
+    """Output or gradients in float32 from the reference, as many rows at a time as SCRATCH_BYTES hold scores of."""
+    step = max(1, int(SCRATCH_BYTES / (HEADS * int(lengths.max()) ** 2 * 4)))
+    totals = [int(group.sum()) for group in lengths.split(step)]
+    tensors = (x.detach().split(totals) for x in (*inputs, cotangent))
     results = []
-    for *tensors, grad, number in parts:
-        leaves = [tensor.float().requires_grad_(backward) for tensor in tensors]
-        offsets = torch.tensor([0, len(grad)], device=grad.device)
-        own = call if call["num_targets"] is None else call | {"num_targets": number[None].to(grad.device)}
-        sizes = {"max_q": len(grad), "max_k": len(grad), "activation": "silu", "backend": "reference"}
+    for *values, grad, group, number in zip(*tensors, lengths.split(step), numbers.split(step), strict=True):
+        leaves = [tensor.float().requires_grad_(backward) for tensor in values]
+        offsets = pad(group.cumsum(0), (1, 0)).to(grad.device)
+        own = call if call["num_targets"] is None else call | {"num_targets": number.to(grad.device)}
+        longest = int(group.max())
+        sizes = {"max_q": longest, "max_k": longest, "activation": "silu", "backend": "reference"}
         out = gdpa(*leaves, offsets, offsets, **sizes, **own)
         results.append(torch.autograd.grad(out, leaves, grad.float()) if backward else (out.detach(),))
     return tuple(torch.cat(pieces) for pieces in zip(*results, strict=True))

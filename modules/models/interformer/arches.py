@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kernels.core import dispatch
 from kernels.jagged import jagged_dense_bmm, jagged_low_rank
+from kernels.tokens import split_tokens
 from modules.broadcast import CandidateRows, VendorTokens
 from modules.config import HeadsConfig, TokenConfig, option
 from modules.core.vanilla import is_vanilla
@@ -257,8 +258,8 @@ class InteractionArch(nn.Module):
         change = self.dropout(self.restore(mixed.flatten(1)).unflatten(1, (-1, self.dim)))
         if request is None:
             return candidate + change
-        num_request = request.shape[1]
-        return torch.cat([rows.add(change[:, :num_request], request), candidate + change[:, num_request:]], dim=1)
+        of_request, of_candidate = split_tokens(change, [request.shape[1], candidate.shape[1]])
+        return torch.cat([rows.add(of_request, request), candidate + of_candidate], dim=1)
 
 
 class LinearPersonalizedFFN(nn.Module):

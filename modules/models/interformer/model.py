@@ -246,7 +246,7 @@ class InterFormer(PlainLogits, Ranker):
             sequence = layer.sequence(layer.summary(context), sequence, offsets, angles[head_dim], ends)
             x = work.join(x)
 
-        normed = rms_norm(x, dtype=dispatch.autocast_dtype(x))
+        normed, x = rms_norm(x, dtype=dispatch.autocast_dtype(x), beside=True)
         of_request, pooled = self.head_cross(normed, None, sequence, offsets, rows)
         if self.only_vectors():
             return of_request.flatten(1)

@@ -29,13 +29,21 @@ LOGS["ids"] = ("data=movielens_ids",)
 KEPT = ("step", "best_step", "seconds", "valid", "test")
 
 NO_STATISTICS = "no statistics"
+NO_PLAIN_HEAD = {"no plain head": ("model.plain_head=false",)}
+OF_MANY = {  # what `train.process.length` chooses for many requests
+    "settings of large logs": (
+        *("optimizer.lr=0.001", "optimizer.sparse_lr=0.02", "model.dropout=0"),
+        "model.plain_head=false",
+    )
+}
 ARMS: dict[str, dict[str, tuple[str, ...]]] = {
     "interformer": {
         BASE: (),
-        "no plain head": ("model.plain_head=false",),
+        **NO_PLAIN_HEAD,
         NO_STATISTICS: ("data.statistics=none",),
     },
-    "kunlun": {BASE: ()},
+    "kunlun": {BASE: (), **NO_PLAIN_HEAD, **OF_MANY},
+    "gem": {BASE: (), **OF_MANY},
     "din": {BASE: ()},
     "dcnv2": {BASE: ()},
     "lightgbm": {BASE: ("model=din", "tracking.tags=[lightgbm]")},

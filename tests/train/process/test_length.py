@@ -10,19 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
 
-from tests.launching import ROOT, train_here
+from tests.launching import train_here
 from train.config.compose import to_config
-from train.config.schema import Config, register_schema
+from train.config.files import composed
+from train.config.schema import Config
 from train.data.statistics import compute
 from train.process import length
 
 
 def config_of(*overrides: str) -> Config:
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return to_config(compose("train", [*overrides]))
+    return to_config(composed(overrides))
 
 
 @lru_cache

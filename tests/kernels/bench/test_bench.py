@@ -29,7 +29,6 @@ from kernels.bench.cases import (
     mxfp8_grouped,
 )
 from kernels.bench.cases import gdpa as gdpa_bench
-from kernels.bench.environment import slug
 from kernels.bench.timing import interleaved, turn_of
 from kernels.core import dispatch
 from tools import figure, tables
@@ -324,10 +323,8 @@ def test_heavy_tailed_lengths_are_mostly_short() -> None:
     assert lengths.median() < lengths.mean() < 2048 / 8
 
 
-def test_mxfp8_family_from_the_command_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "kernels.bench", "mxfp8", "--alone", *QUICK, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_mxfp8_family_alone_too(tmp_path: Path) -> None:
+    assert main(["mxfp8", "--alone", *QUICK, str(tmp_path)]) == 0
     assert_family_was_timed("mxfp8", tmp_path)
     (path,) = tmp_path.glob("*/mxfp8.json")
     results = json.loads(path.read_text())
@@ -412,10 +409,6 @@ def test_a_row_that_a_page_has_not_once_is_an_error() -> None:
     for first, there in (("c", page), ("a", 2 * page)):
         with pytest.raises(ValueError, match=f"rows begin with the cell '{first}'"):
             tables.rewritten(there, iter([(first, ["3"])]))
-
-
-def test_slug() -> None:
-    assert slug("NVIDIA H200 (80 GB)") == "nvidia-h200-80-gb"
 
 
 def test_processes_of_one_folder_take_turns(tmp_path: Path) -> None:

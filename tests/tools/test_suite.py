@@ -16,9 +16,10 @@ from tools.quality.sections import RANKING_MODELS, SECTIONS
 
 # Rows that differ by the model alone compose alike.
 ROWS = [(name, row) for name, section in SECTIONS.items() for row in section.rows if row not in RANKING_MODELS]
+ONE = (("ml1m_features", "interformer"), ("kuaivideo", "onetrans"), ("kuairand", "tokenmixer"))
 
 
-@pytest.mark.parametrize(("name", "row"), [*ROWS, ("ml1m_features", "interformer")], ids=str)
+@pytest.mark.parametrize(("name", "row"), [*ROWS, *ONE], ids=str)
 def test_every_row_composes(name: str, row: str) -> None:
     job = suite.job(name, row, SECTIONS[name].settings_of(row)[-1], 3, ["runtime.steps=2"])
     config = run.configuration([*job["overrides"], *job.get("again", [])])
@@ -108,6 +109,21 @@ def test_rows_are_stored_beside_those_of_earlier_calls(tmp_path: Path, monkeypat
     assert list(json.loads(file.read_text())["rows"]) == [first, last]
     suite.main([*arguments, "--rows", first, "--seeds", "0"])  # of other seeds: nothing to stand beside
     assert list(json.loads(file.read_text())["rows"]) == [first]
+
+
+def test_rows_stand_beside_published_ones() -> None:
+    runs = [{"test": {"click/auc": 0.7, "click/gauc": 0.6, "click/log_loss": 0.5}}]
+    for name, published in (
+        ("kuaivideo", "| rankmixer, published | 0.6634 | 0.7436 |  | |"),
+        ("kuairand", "0.7180 | |"),
+    ):
+        section = SECTIONS[name]
+        lines = page.section_table(section, {"rows": {"mixformer": {"setting": ["a=1"], "runs": runs}}})
+        assert len({line.count("|") for line in lines}) == 1
+        assert lines[2].startswith("| mixformer | 0." + ("6" if name == "kuaivideo" else "7"))
+        assert any(line.endswith(published) for line in lines)
+        assert {"rankmixer", "tokenmixer", "hyformer", "mixformer", "onetrans"} < set(section.rows)
+        assert name not in suite.OURS
 
 
 def in_threads(number: int, out: Path) -> dict[Connection, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from tools.quality.check import published
 from tools.quality.sections import SECTIONS, Section
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,6 +116,12 @@ def section_table(section: Section, content: dict[str, Any]) -> list[str]:
             cells.append("" if row == section.leader else _cell(first[0] - found[row][0]))
         cells.append(remarks.get(row, "") if remarks else ", ".join(f"`{each}`" for each in kept["setting"]))
         lines.append(f"| {row} | {' | '.join(cells[: len(heads) - 1])} |")
+    if section.published:
+        table = published(section.published)
+        for row, values in table["rows"].items():
+            of = {f"{table['task']}/{metric}": value for metric, value in zip(table["metrics"], values, strict=True)}
+            cells = ["" if of.get(metric) is None else f"{of[metric]:.4f}" for metric in section.metrics]
+            lines.append(f"| {row}, published | {' | '.join(cells)} |" + " |" * (len(heads) - 1 - len(cells)))
     return lines
 
 

@@ -33,6 +33,7 @@ class Section:
     again: tuple[str, ...] = ()  # overrides of a further evaluation of the test split, whose keys start with "again:"
     remarks: tuple[tuple[str, str], ...] = ()  # of rows, in a last column
     leader: str = ""  # the row whose lead in the first metric is a column
+    published: str = ""  # the table of published.json whose rows follow: whoever has its data trains this section
 
     def settings_of(self, row: str) -> tuple[tuple[str, ...], ...]:
         return self.rows[row].settings or self.settings
@@ -156,7 +157,23 @@ def _ml1m() -> Section:
     )
 
 
+def _beside_published(data: str, table: str, *metrics: str) -> Section:
+    return Section(
+        title=f"{table}, beside published rows",
+        text="",
+        overrides=(f"data={data}", "data.batch_size=8192", "runtime.epochs=2", "runtime.evals_per_epoch=2"),
+        rows=RANKING_MODELS,
+        metrics=metrics,
+        metric="click/ne",
+        larger=False,
+        settings=grid(optimizer__sparse_lr=("0.02", "0.1"), model__table_std=("0.01", "null")),
+        published=table,
+    )
+
+
 SECTIONS = {
+    "kuaivideo": _beside_published("kuaivideo", "kuaivideo_x1", "click/gauc", "click/auc", "click/log_loss"),
+    "kuairand": _beside_published("kuairand", "kuairand_1k", "click/auc"),
     "ml1m": _ml1m(),
     "ml1m_features": Section(
         title="MovieLens-1M with features",

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from modules.layers.moe import AllGather, AllToAll, ByKind, Experts, MoE
+from modules.layers.moe import AllGather, AllToAll, Experts, MoE
+from modules.models.token_mixing import TokenMixing
 from train.config.schema import ParallelConfig
 from train.parallel.mesh import Mesh
 
@@ -24,7 +25,8 @@ def share_experts(model: nn.Module, parallel: ParallelConfig, mesh: Mesh) -> Non
             f"parallel.expert_ranks={parallel.expert_ranks}: the model has no routed experts (Kunlun's Wukong experts "
             "are not routed, and stay whole); use parallel.expert_ranks=0, or model.feed_forward=moe"
         )
-    group, count = mesh.whole.get_group("expert"), mesh.size("expert")
+    group, count, payload = mesh.whole.get_group("expert"), mesh.size("expert"), parallel.expert_payload
+    by_token = any(isinstance(arch, TokenMixing) and arch.share_tokens(group, payload) for arch in model.modules())
     for name, layer in layers:
         total = layer.router.num_experts
         if total % count:
@@ -34,12 +36,9 @@ def share_experts(model: nn.Module, parallel: ParallelConfig, mesh: Mesh) -> Non
                 f"model.moe.num_experts={-(-of_kind // step) * step}"
             )
         keep_part(layer.experts, mesh.whole)
-        kinds = layer.router.num_kinds
-        if kinds > 1 and kinds % count == 0:
-            layer.dispatcher = ByKind(group, kinds, parallel.expert_payload)
-        else:
+        if not by_token:
             sees_all = layer.router.top_k == total
-            layer.dispatcher = (AllGather if sees_all else AllToAll)(group, parallel.expert_payload)
+            layer.dispatcher = (AllGather if sees_all else AllToAll)(group, payload)
 
 
 def keep_part(experts: Experts, mesh: DeviceMesh) -> None:

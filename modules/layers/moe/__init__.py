@@ -2,7 +2,7 @@
 
 from modules.layers.moe.balancing import load_balancing_loss, update_router_biases
 from modules.layers.moe.dispatcher import Dispatcher
-from modules.layers.moe.exchange import AllGather, AllToAll, ByKind
+from modules.layers.moe.exchange import AllGather, AllToAll
 from modules.layers.moe.experts import Experts
 from modules.layers.moe.layer import MoE
 from modules.layers.moe.router import Router, Routing
@@ -10,7 +10,6 @@ from modules.layers.moe.router import Router, Routing
 __all__ = [
     "AllGather",
     "AllToAll",
-    "ByKind",
     "Dispatcher",
     "Experts",
     "MoE",

@@ -53,11 +53,11 @@ class AllToAll:
         received = torch.empty_like(sent)  # [R, L]: rows from each rank for each expert of this one
         dist.all_to_all_single(received, sent, group=self.group)
         out, back = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-        given = _exchange(rows, back, out, self.group, self.rounded, meanwhile)
+        given = exchange_tokens(rows, back, out, self.group, self.rounded, meanwhile)
         own = torch.arange(received.shape[1], device=x.device).repeat(received.shape[0])
         selected = own.repeat_interleave(received.flatten(), output_size=sum(back))[:, None]
         mixed = experts(given, selected, torch.ones_like(selected, dtype=routing.weights.dtype))
-        return moe.combine(_exchange(mixed, out, back, self.group, self.rounded), routing.weights, order)
+        return moe.combine(exchange_tokens(mixed, out, back, self.group, self.rounded), routing.weights, order)
 
 
 class AllGather:
@@ -83,54 +83,18 @@ class AllGather:
         received, local = counts.tolist(), total // ranks
         sent = [x.shape[0]] * ranks
         everyone = _for_products(x).repeat(ranks, 1)
-        gathered = _exchange(everyone, received, sent, self.group, self.rounded, meanwhile)
+        gathered = exchange_tokens(everyone, received, sent, self.group, self.rounded, meanwhile)
         # Of each token's weights, in order of the experts, each rank gets those of its own experts.
         in_order = torch.empty_like(routing.weights).scatter(1, routing.selected_experts, routing.weights)
         of_ranks = in_order.unflatten(1, (ranks, local)).transpose(0, 1).flatten(0, 1)
-        weights = _exchange(of_ranks, received, sent, self.group)
+        weights = exchange_tokens(of_ranks, received, sent, self.group)
         selected = torch.arange(local, device=x.device).expand(gathered.shape[0], -1)
-        partial = _exchange(experts(gathered, selected, weights), sent, received, self.group, self.rounded)
+        partial = exchange_tokens(experts(gathered, selected, weights), sent, received, self.group, self.rounded)
         dtype = torch.promote_types(partial.dtype, torch.float32)
         return partial.unflatten(0, (ranks, -1)).sum(0, dtype=dtype).to(partial.dtype)
 
 
-class ByKind:
-    """For layers where each of K kinds of tokens has experts of its own, K / R kinds on a rank: a token travels once,
-    whatever its k, with its selections and weights, and comes back mixed: 2 N D numbers a layer, instead of k times as
-    many. Sizes do not depend on the routing: the hosts tell each other how many tokens they have, and read no device.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, num_kinds: int, payload: str = "full") -> None:
-        """`group` carries tensors of the CPU as well; `payload`: of PAYLOADS. ValueError unless R divides the kinds."""
-        if num_kinds % group.size():
-            raise ValueError(f"{num_kinds} kinds of tokens cannot be shared out evenly over {group.size()} ranks")
-        self.group, self.kinds, self.rounded = group, num_kinds // group.size(), PAYLOADS[payload]
-
-    def mix(
-        self, x: Tensor, routing: Routing, experts: LocalExperts, meanwhile: Callable[[], None] | None = None
-    ) -> Tensor:
-        """As `AllToAll.mix`; tokens are of kinds 0, 1, ... in turn."""
-        ranks = self.group.size()
-        shape, local = (x.shape[0] // (ranks * self.kinds), ranks, self.kinds), routing.scores.shape[1] // ranks
-
-        def of_ranks(tokens: Tensor) -> Tensor:
-            return tokens.unflatten(0, shape).transpose(0, 1).flatten(0, 2)
-
-        count = torch.full((ranks,), x.shape[0] // ranks)
-        counts = torch.empty_like(count)
-        dist.all_to_all_single(counts, count, group=self.group)
-        received, sent = counts.tolist(), count.tolist()
-        # Numbers of experts are exact in float32.
-        selected = (routing.selected_experts % local).to(routing.weights.dtype)
-        told = _exchange(of_ranks(torch.cat([routing.weights, selected], 1)), received, sent, self.group)
-        given = _exchange(of_ranks(_for_products(x)), received, sent, self.group, self.rounded, meanwhile)
-        weights, selected = told.chunk(2, 1)
-        mixed = experts(given, selected.detach().long(), weights.contiguous())
-        back = _exchange(mixed, sent, received, self.group, self.rounded)
-        return back.unflatten(0, (ranks, shape[0], self.kinds)).transpose(0, 1).flatten(0, 2)
-
-
-Exchange = AllToAll | AllGather | ByKind
+Exchange = AllToAll | AllGather
 
 
 def _for_products(x: Tensor) -> Tensor:
@@ -141,7 +105,7 @@ def _for_products(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device))
 
 
-def _exchange(
+def exchange_tokens(
     rows: Tensor,
     received: list[int],
     sent: list[int],

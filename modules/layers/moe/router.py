@@ -37,11 +37,13 @@ class Router(nn.Module):
     `update_router_biases`; that buffer is zero between optimiser steps and no part of the state dict.
 
     With `num_kinds`, tokens are of kinds 0, 1, ... in turn, and each kind chooses among experts of its own: those of
-    kind t are t * E / num_kinds to (t + 1) * E / num_kinds. Scores of all others are 0.
+    kind t are t * E / num_kinds to (t + 1) * E / num_kinds. Scores of all others are 0. Where only tokens of an equal
+    `part` (its number, of how many) of the kinds come, the routing is among the experts of these.
     """
 
     expert_bias: Tensor
     tokens_per_expert: Tensor
+    part = (0, 1)
 
     def __init__(
         self,
@@ -93,32 +95,38 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routing:
         """x [N, dim] of any float dtype."""
-        scores = SCORES[self.score](self._admissible(self.gate(x)))
-        selected_experts = top_k(self._admissible(scores.detach() + self.expert_bias), self.top_k)
+        scores = SCORES[self.score](self._admissible(self._own(self.gate(x), 1)))
+        selected_experts = top_k(self._admissible(scores.detach() + self._own(self.expert_bias)), self.top_k)
         weights = scores.gather(1, selected_experts)
         if self.normalize_weights:
             # All selected scores can be 0 by underflow, since the bias decides the selection.
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        counts = self._counts(selected_experts.flatten())
+        counts = self._counts(selected_experts.flatten(), scores.shape[1])
         if self.training:
-            self.tokens_per_expert += counts
+            self._own(self.tokens_per_expert).add_(counts)
         return Routing(selected_experts, weights, scores, counts)
+
+    def _own(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Of [.., E, ..] that of the part."""
+        index, count = self.part
+        return x if count == 1 else x.chunk(count, dim)[index]
 
     def _admissible(self, scores: Tensor) -> Tensor:
         """scores [N, E] with -inf at experts of other kinds than that of the token."""
         if self.num_kinds == 1:
             return scores
-        kinds = torch.arange(self.num_kinds, device=scores.device)
+        count = self.num_kinds // self.part[1]
+        kinds = torch.arange(count, device=scores.device)
         others = kinds[:, None] != kinds.repeat_interleave(self.num_experts // self.num_kinds)
-        by_kind = scores.unflatten(0, (scores.shape[0] // self.num_kinds, self.num_kinds))
+        by_kind = scores.unflatten(0, (scores.shape[0] // count, count))
         return by_kind.masked_fill(others, -torch.inf).flatten(0, 1)
 
-    def _counts(self, selections: Tensor) -> Tensor:
+    def _counts(self, selections: Tensor, num_experts: int) -> Tensor:
         """[E] int64: how often each expert is among `selections`; bincount would sync with the host."""
-        if self.num_experts <= MOST_COMPARED:
-            return (selections[:, None] == torch.arange(self.num_experts, device=selections.device)).sum(0)
+        if num_experts <= MOST_COMPARED:
+            return (selections[:, None] == torch.arange(num_experts, device=selections.device)).sum(0)
         # Integer atomics commute, so this scatter is deterministic.
-        return selections.new_zeros(self.num_experts).scatter_add_(0, selections, torch.ones_like(selections))
+        return selections.new_zeros(num_experts).scatter_add_(0, selections, torch.ones_like(selections))
 
     @torch.no_grad()
     def update_bias(self, counts: Tensor) -> None:

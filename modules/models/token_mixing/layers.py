@@ -7,7 +7,7 @@ Where all tokens are candidates', T_u = 0 and `user` is None.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from modules.layers.feed_forward.token_linear import TokenFeedForward
 from modules.layers.moe import MoE
 from modules.layers.norms import rms_norm
 from modules.models.token_mixing.config import TokenMixingConfig
+from modules.models.token_mixing.ranks import Mixed, TokenRanks, turned
 from modules.models.token_mixing.sequences import (
     EventEncoding,
     EventNetwork,
@@ -29,23 +30,18 @@ from modules.models.token_mixing.sequences import (
 )
 
 
-class Mixed(NamedTuple):
-    """Mixed tokens. What is 0 because user tokens receive nothing from item tokens is left out."""
-
-    user: Tensor | None  # [R, T_u, T_u k]
-    shared: Tensor | None  # [R, T_i, T_u k]: what user tokens give to item tokens
-    own: Tensor  # [C, T_i, T_i k]
-
-
-def mix(user: Tensor | None, item: Tensor) -> Mixed:
+def mix(user: Tensor | None, item: Tensor, ranks: TokenRanks | None = None) -> Mixed:
     """Token h of the result has the h-th slice of every token: user [R, T_u, T, k] and item [C, T_i, T, k], or [C, T_i,
-    T_i, k] where slices that go to user tokens have not been made. Done twice it is the identity, but for these."""
-    num_item = item.shape[1]
-    own = item[:, :, -num_item:].transpose(1, 2).flatten(2)
+    T_i, k] where slices that go to user tokens have not been made. Done twice it is the identity, but for these.
+
+    With `ranks`, tokens are those of this rank, and so is the result's.
+    """
+    turn = turned if ranks is None else ranks.turned
     if user is None:
-        return Mixed(None, None, own)
-    turned = user.transpose(1, 2).flatten(2)
-    return Mixed(turned[:, : user.shape[1]], turned[:, user.shape[1] :], own)
+        return Mixed(None, None, *turn([item]))
+    num_user = user.shape[1] * (1 if ranks is None else ranks.part[1])
+    num_item = user.shape[2] - num_user
+    return Mixed(*turn([*user.split([num_user, num_item], 2), item[:, :, -num_item:]]))
 
 
 class SparseFeedForward(nn.Module):
@@ -54,6 +50,8 @@ class SparseFeedForward(nn.Module):
     An expert reads whole rows, so what a request shares is copied to its candidates. Rows are filled up with zeros to
     `dim`, and the last `out_dim` features of the results are returned.
     """
+
+    ranks: TokenRanks | None = None
 
     def __init__(self, num_tokens: int, dim: int, out_dim: int, config: TokenMixingConfig) -> None:
         super().__init__()
@@ -88,12 +86,14 @@ class SparseFeedForward(nn.Module):
         z = F.pad(z, (0, self.dim - z.shape[2]))
         y = self.alpha * self.moe(z)
         if self.shared is not None:
-            y = y + self.shared(z)
+            y = y + (self.shared(z) if self.ranks is None else self.ranks.call(self.shared, z))
         return self.dropout(y[..., self.dim - self.out_dim :])
 
 
 class FeedForward(nn.Module):
     """The networks of the tokens of both sides: of `Mixed` tokens, or unmixed ones of `in_dim`."""
+
+    ranks: TokenRanks | None = None
 
     def __init__(self, config: TokenMixingConfig, *, mixed: bool, in_dim: int = 0, narrow: bool = False) -> None:
         """`narrow`: of item tokens only the slices of item tokens are made."""
@@ -106,8 +106,9 @@ class FeedForward(nn.Module):
         self.user = _network(config, num_user, user, 0, dim) if num_user else None
 
     def forward(self, mixed: Mixed, rows: CandidateRows, *, normalize: bool = False) -> Sides:
-        item = self.item(mixed.own, mixed.shared, rows, normalize=normalize)
-        return None if self.user is None else self.user(mixed.user, normalize=normalize), item
+        call = nn.Module.__call__ if self.ranks is None else self.ranks.call
+        item = call(self.item, mixed.own, mixed.shared, rows, normalize=normalize)
+        return None if self.user is None else call(self.user, mixed.user, normalize=normalize), item
 
 
 def _network(config: TokenMixingConfig, num_tokens: int, own: int, shared: int, out: int) -> nn.Module:
@@ -137,8 +138,11 @@ class MixingBlock(nn.Module):
         none       x' = x + FFN(x)
 
     Norms are those of the inputs of Mix, MHA and FFN (pre), or of every sum (post). Under `revert`, what is mixed has a
-    norm of its own in place of x. Without `residual` the sums have no first term.
+    norm of its own in place of x. Without `residual` the sums have no first term. With `ranks`, x are tokens of this
+    rank alone.
     """
+
+    ranks: TokenRanks | None = None
 
     def __init__(self, config: TokenMixingConfig, max_candidates: int) -> None:
         super().__init__()
@@ -150,21 +154,29 @@ class MixingBlock(nn.Module):
         self.inner = FeedForward(config, mixed=True, narrow=True) if config.mixing == "revert" else None
         self.ffn = FeedForward(config, mixed=config.mixing in ("revert", "boost"), in_dim=dim)
 
-    def forward(self, x: Sides, rows: CandidateRows) -> Sides:
-        if self.mixing == "revert":
-            return self._revert(x, rows)
-        if self.mixing == "boost":
-            return self.added(x, self.ffn(self._mix(self.before(x)), rows))
-        if self.mixing == "add":
-            x = self._add(x, rows)
+    def mixed(self, x: Sides, ranks: TokenRanks | None = None) -> Mixed | None:
+        """What the block mixes first, of tokens of all ranks or, with `ranks`, of this one."""
+        if self.mixing in ("attention", "none"):
+            return None
+        return self._mix(x if self.mixing == "revert" else self.before(x), ranks)
+
+    def forward(self, x: Sides, rows: CandidateRows, mixed: Mixed | None = None) -> Sides:
+        """`mixed`: that of x, if it is there already."""
+        mixed = mixed or self.mixed(x, self.ranks)
+        if mixed is not None:
+            if self.mixing == "revert":
+                return self._revert(x, mixed, rows)
+            if self.mixing == "boost":
+                return self.added(x, self.ffn(mixed, rows))
+            x = self._add(x, mixed, rows)
         elif self.attention is not None:
             x = self.added(x, self.attention(*self.before(x), rows))
         user, item = self.before(x)
         return self.added(x, self.ffn(Mixed(user, None, item), rows))
 
-    def _add(self, x: Sides, rows: CandidateRows) -> Sides:
+    def _add(self, x: Sides, mixed: Mixed, rows: CandidateRows) -> Sides:
         """x + Mix(x), in which what users give to items is added to the items without a copy."""
-        user, shared, own = self._mix(self.before(x))
+        user, shared, own = mixed
         if user is None or shared is None:
             return self.added(x, (None, own))
         width = shared.shape[2]
@@ -177,19 +189,19 @@ class MixingBlock(nn.Module):
             user = x[0] + user
         return self._after(user, item)
 
-    def _revert(self, x: Sides, rows: CandidateRows) -> Sides:
+    def _revert(self, x: Sides, mixed: Mixed, rows: CandidateRows) -> Sides:
         assert self.inner is not None
-        mixed = self._mix(x)
         user = None if mixed.user is None else F.pad(mixed.user, (0, x[1].shape[2] - mixed.user.shape[2]))
         mixed_user, mixed_item = self.added((user, mixed.own), self.inner(mixed, rows, normalize=self.pre))
-        return self.added(x, self.ffn(self._mix((mixed_user, mixed_item)), rows, normalize=self.pre))
+        unmixed = self._mix((mixed_user, mixed_item), self.ranks)
+        return self.added(x, self.ffn(unmixed, rows, normalize=self.pre))
 
-    def _mix(self, x: Sides) -> Mixed:
+    def _mix(self, x: Sides, ranks: TokenRanks | None) -> Mixed:
         user, item = x
         if user is None:
-            return mix(None, item.unflatten(2, (self.num_tokens, -1)))
+            return mix(None, item.unflatten(2, (self.num_tokens, -1)), ranks)
         head = user.shape[2] // self.num_tokens
-        return mix(user.unflatten(2, (self.num_tokens, head)), item.unflatten(2, (-1, head)))
+        return mix(user.unflatten(2, (self.num_tokens, head)), item.unflatten(2, (-1, head)), ranks)
 
     def before(self, x: Sides) -> Sides:
         return (None if x[0] is None else rms_norm(x[0]), rms_norm(x[1])) if self.pre else x
@@ -232,14 +244,14 @@ class TokenMixingLayer(nn.Module):
             self.attend = nn.ModuleList(heads)
             self.output = FeedForward(config, mixed=False, in_dim=dim + len(limits) * config.head_dim)
 
-    def forward(self, x: Sides, events: list[Events], rows: CandidateRows) -> Any:
+    def forward(self, x: Sides, events: list[Events], rows: CandidateRows, mixed: Mixed | None = None) -> Any:
         """-> (tokens, events of the next layer)."""
         if self.kind == "queries" and self.attend:
             num_requests = rows.offsets.shape[0] - 1
             pairs = zip(self.encodings, events, strict=True)
             events = [encoding(each, num_requests) for encoding, each in pairs]
             x = self._decode(x, events, rows)
-        x = self.block(x, rows)
+        x = self.block(x, rows, mixed)
         if self.kind == "heads" and self.attend:
             x = self._attend(x, events, rows)
         return x, events

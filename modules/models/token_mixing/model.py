@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from modules.batch import FeatureSpec, RequestBatch
@@ -17,10 +18,12 @@ from modules.layers.attention.target_attention import TargetAttention
 from modules.layers.embedding.tokens import Tokens
 from modules.layers.feed_forward.mlp import TaskHeads
 from modules.layers.interaction.lce import LCE
+from modules.layers.moe import Router
 from modules.layers.norms import rms_norm
 from modules.models.ranking import LowerLogits, Ranker
 from modules.models.token_mixing.config import TokenMixingConfig
-from modules.models.token_mixing.layers import TokenMixingLayer
+from modules.models.token_mixing.layers import FeedForward, MixingBlock, SparseFeedForward, TokenMixingLayer
+from modules.models.token_mixing.ranks import TokenRanks
 from modules.models.token_mixing.sequences import EventNetwork, Events, EventTokens, Sides, means
 from modules.models.token_mixing.tokens import GlobalTokens, SideTokens, even_groups, named_groups
 
@@ -149,6 +152,28 @@ class TokenMixing(LowerLogits, Ranker):
         lower = range(len(layers) - 1) if config.lower_weight else ()
         self.lower_heads = nn.ModuleList(self._heads() for _ in lower)
         self.lower_logits: list[Tensor] = []
+        self.ranks: TokenRanks | None = None
+
+    def share_tokens(self, group: dist.ProcessGroup, payload: str) -> bool:
+        """Let each rank of `group` have the networks of an equal part of the tokens: all of them run the model together
+        from here on. False where attention reads all tokens, or the ranks do not divide those of each side."""
+        configs, count = self.config.of_layers(), group.size()
+        user = self.config.of_user * self.config.one_way
+        if (
+            self.event_tokens is not None
+            or any(each.mixing == "attention" for each in configs)
+            or "token_networks" in self.config.without
+            or user % count
+            or (self.config.num_tokens - user) % count
+        ):
+            return False
+        self.ranks = TokenRanks(group, payload, self.config.token_dim // self.config.num_tokens)
+        for module in self.modules():
+            if isinstance(module, MixingBlock | FeedForward | SparseFeedForward):
+                module.ranks = self.ranks
+            elif isinstance(module, Router):
+                module.part = self.ranks.part
+        return True
 
     def _heads(self) -> TaskHeads:
         config = self.config
@@ -164,25 +189,32 @@ class TokenMixing(LowerLogits, Ranker):
         events: list[Events] = [] if self.event_tokens is None else self.event_tokens(tokens.histories)
         if self.event_network is not None:
             events = [self.event_network(each) for each in events]
+        ranks, mixed, of_all, sizes = self.ranks, None, rows, [[0]]
+        if ranks is not None:
+            x, mixed, of_all, sizes = ranks.enter(x, self.layers[0].block.mixed(x), rows)
         earlier, interval, last = x, self.config.interval, len(self.layers) - 1
-        lower: list[Tensor] = []
+        lower: list[list[Tensor]] = []
         for index, layer in enumerate(self.layers):
-            x, events = layer(x, events, rows)
+            x, events = layer(x, events, of_all, mixed if index == 0 else None)
             if interval and (index + 1) % interval == 0 and index < last:
                 user = None if x[0] is None or earlier[0] is None else x[0] + earlier[0]
                 earlier = x = user, x[1] + earlier[1]
             if self.training and index < len(self.lower_heads):
-                lower.append(self._logits(self.lower_heads[index], x, rows))
-        self.lower_logits = lower
+                lower.append(self._sums(x))
         if self.only_vectors() and x[0] is not None:
-            return rms_norm(x[0]).flatten(1)
-        return self._logits(self.heads, x, rows)
+            vectors = rms_norm(x[0])
+            return (vectors if ranks is None else torch.cat(ranks.leave([vectors], sizes[:1])[0], 1)).flatten(1)
+        sums = [torch.cat(each, 1) for each in zip(*lower, self._sums(x), strict=True)]
+        if ranks is not None:
+            sums = [torch.stack(parts).sum(0) for parts in ranks.leave(sums, sizes)]
+        total = sums[0] if len(sums) == 1 else rows.add(sums[1], sums[0])
+        *lower_means, mean = (total / self.config.num_tokens).split(self.config.token_dim, 1)
+        self.lower_logits = [head(each) for head, each in zip(self.lower_heads, lower_means, strict=False)]
+        return self.heads(mean)
 
-    def _logits(self, heads: nn.Module, x: Sides, rows: CandidateRows) -> Tensor:
-        user, item = (None if side is None else rms_norm(side) for side in x)
-        assert item is not None
-        total = item.sum(1) if user is None else rows.add(item.sum(1), user.sum(1))
-        return heads(total / self.config.num_tokens)
+    def _sums(self, x: Sides) -> list[Tensor]:
+        """Of the tokens of requests, if there are some, and of candidates."""
+        return [rms_norm(side).sum(1) for side in x if side is not None]
 
     def take_lower(self) -> list[tuple[float, Tensor]]:
         made, self.lower_logits = self.lower_logits, []

@@ -79,11 +79,16 @@ def test_gradients_are_means_over_all_ranks(tmp_path: Path) -> None:
 def test_experts_of_each_token_are_shared_out_among_ranks(tmp_path: Path) -> None:
     """Token mixing: a rank holds the experts of some tokens, and all candidates send it those tokens."""
     losses = []
-    for ranks in (0, 2):
-        options = ("runtime.steps=2", "runtime.eval_steps=1", f"parallel.expert_ranks={ranks}")
-        train_ranks(2, tmp_path / str(ranks), *options, base=TOKENS)
-        losses.append([record.values["loss"] for record in training(tmp_path / str(ranks))])
+    for name, *options in (
+        ("whole",),
+        ("tokens", "parallel.expert_ranks=2"),
+        ("fsdp", "parallel.expert_ranks=2", "parallel.dense=fsdp"),
+    ):
+        options += ["runtime.steps=2", "runtime.eval_steps=1"]
+        train_ranks(2, tmp_path / name, *options, base=TOKENS)
+        losses.append([record.values["loss"] for record in training(tmp_path / name)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # sums are taken in another order
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_experts_on_two_ranks_give_the_loss_of_whole_ones_or_one_close_by_for_tokens_in_mxfp8(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,28 +11,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from modules.layers.moe import AllGather, AllToAll, ByKind, MoE, exchange
+from modules.layers.moe import AllGather, AllToAll, MoE, Router, exchange
 from modules.layers.moe.exchange import PAYLOADS
+from modules.models.token_mixing import SparseConfig, TokenMixingConfig
+from tests.modules.factories import random_batch, random_spec
+from tests.modules.models.test_models import TOKEN_MIXING, double, double_model
 from tests.processes import run_ranks
 from train.config.schema import RuntimeConfig
 from train.process import distributed
 
 EXPERTS, DIM = 4, 8
+TOKENS: list[tuple[int, dict[str, Any]]] = [
+    (5, {"mixing": "revert", "moe": SparseConfig(num_experts=3, top_k=2)}),  # 2 L + 1
+    (5, {"mixing": "revert", "one_way": False}),
+    (3, {"mixing": "add", "norm": "post", "sequences": "target"}),
+    (3, {"mixing": "boost", "layers": [{"feed_forward": "moe"}, {"feed_forward": "swiglu"}]}),
+    (2, {"mixing": "none", "layers": [{"feed_forward": "gelu"}, {"mixing": "none"}]}),
+]
+"""Collectives of a forward."""
 
 
-def _layer(top_k: int, kinds: int = 1) -> MoE:
+def _layer(top_k: int) -> MoE:
     torch.manual_seed(0)
-    return MoE(DIM, 6, EXPERTS, top_k, num_shared_experts=1, num_kinds=kinds, normalize_weights=kinds == 1).double()
+    return MoE(DIM, 6, EXPERTS, top_k, num_shared_experts=1).double()
 
 
-def _same_as_whole(world: distributed.World, counts: tuple[int, ...], top_k: int, kinds: int = 1) -> None:
-    whole, layer = _layer(top_k, kinds), _layer(top_k, kinds)
+def _same_as_whole(world: distributed.World, counts: tuple[int, ...], top_k: int) -> None:
+    whole, layer = _layer(top_k), _layer(top_k)
     held = EXPERTS // world.size
     mine = slice(world.rank * held, (world.rank + 1) * held)
     for name, parameter in list(layer.experts.named_parameters()):
         setattr(layer.experts, name, torch.nn.Parameter(parameter.detach()[mine].clone()))
-    dispatcher = AllGather if top_k == EXPERTS else AllToAll
-    layer.dispatcher = dispatcher(dist.group.WORLD) if kinds == 1 else ByKind(dist.group.WORLD, kinds)
+    layer.dispatcher = (AllGather if top_k == EXPERTS else AllToAll)(dist.group.WORLD)
     tokens = torch.randn(sum(counts), DIM, dtype=torch.float64).split(counts)
     everyone = torch.cat(tokens).requires_grad_()
     x = tokens[world.rank].clone().requires_grad_()
@@ -70,23 +79,22 @@ def _rounded(world: distributed.World) -> None:
     factor = torch.randn(6, 40, dtype=torch.float64)
     for payload, (forward, backward) in PAYLOADS.items():
         x = rows.clone().requires_grad_()
-        y = exchange._exchange(x, [3, 3], [3, 3], dist.group.WORLD, (forward, backward))
-        z = exchange._exchange(y, [3, 3], [3, 3], dist.group.WORLD)  # and back, exactly
+        y = exchange.exchange_tokens(x, [3, 3], [3, 3], dist.group.WORLD, (forward, backward))
+        z = exchange.exchange_tokens(y, [3, 3], [3, 3], dist.group.WORLD)  # and back, exactly
         (z * factor).sum().backward()
         for got, expected, rounded in ((z, rows, forward), (x.grad, factor, backward)):
             bound = expected.abs() * 2**-4 + expected.abs().amax(1, keepdim=True) * 2**-17
             assert ((got - expected).abs() <= bound * rounded).all(), payload
             assert torch.equal(got, expected) is not rounded
     outputs = []
-    kinds = partial(ByKind, num_kinds=2)
     for payload in ("full", "mxfp8"):
-        for kind, layer in ((AllToAll, _layer(2)), (AllGather, _layer(EXPERTS)), (kinds, _layer(2, 2))):
+        for kind, layer in ((AllToAll, _layer(2)), (AllGather, _layer(EXPERTS))):
             keep = slice(world.rank * EXPERTS // 2, (world.rank + 1) * EXPERTS // 2)
             for name, parameter in list(layer.experts.named_parameters()):
                 setattr(layer.experts, name, torch.nn.Parameter(parameter.detach()[keep].clone()))
             layer.dispatcher, layer.shared = kind(dist.group.WORLD, payload=payload), None
             outputs.append(layer(torch.randn(6, DIM, dtype=torch.float64, generator=torch.manual_seed(world.rank))))
-    for exact, rounded in zip(outputs[:3], outputs[3:], strict=True):
+    for exact, rounded in zip(outputs[:2], outputs[2:], strict=True):
         # Two roundings of up to 2^-4, the first one in front of a SwiGLU, which is of second degree.
         assert 0 < (rounded - exact).norm() < 3 * 2**-4 * exact.norm()
 
@@ -119,22 +127,49 @@ def _shared_experts_run_while_tokens_travel() -> None:
     assert events == ["start", "finish", "start", "shared", "finish"]
 
 
-def _a_token_of_a_kind_travels_once() -> None:
-    """Forth, and mixed back; by `AllToAll` once for each of its two experts."""
-    start, sent = exchange._Transfer.start, []
+def _tokens_over_ranks(world: distributed.World, exchanges: int, change: dict[str, Any]) -> None:
+    """Each rank has the networks of half of the tokens, and the requests of both."""
+    config = TokenMixingConfig(**TOKEN_MIXING | {"feed_forward": "moe", "lower_weight": 0.1, "interval": 1} | change)
+    spec, started, start = random_spec(), [], exchange._Transfer.start
 
     def noted(transfer: exchange._Transfer, rows: Tensor) -> None:
-        sent.append(tuple(rows.shape))
+        started.append(len(rows))
         start(transfer, rows)
 
-    for dispatcher, count in ((AllToAll(dist.group.WORLD), 12), (ByKind(dist.group.WORLD, 2), 6)):
-        layer, sent[:] = _layer(2, 2), []
-        for name, parameter in list(layer.experts.named_parameters()):
-            setattr(layer.experts, name, torch.nn.Parameter(parameter.detach().chunk(2)[dist.get_rank()].clone()))
-        layer.dispatcher = dispatcher
-        with mock.patch.object(exchange._Transfer, "start", noted):
-            layer(torch.randn(6, DIM, dtype=torch.float64))
-        assert [shape for shape in sent if shape[1] == DIM] == [(count, DIM)] * 2
+    whole, model = double_model(config, spec), double_model(config, spec)
+    assert model.arch.share_tokens(dist.group.WORLD, "full")
+    for layer in model.arch.modules():
+        if isinstance(layer, MoE):
+            for name, parameter in list(layer.experts.named_parameters()):
+                part = parameter.detach().chunk(world.size)[world.rank].clone()
+                setattr(layer.experts, name, torch.nn.Parameter(part))
+    for candidates in ((2, 0, 3), (1,)), ((0,), (4, 1)):
+        batch = double(random_batch(spec, candidates[world.rank % 2], seed=world.rank))
+        logits = []
+        for each in (whole, model):
+            each.zero_grad()
+            tokens = each.embedding(batch)
+            with mock.patch.object(exchange._Transfer, "start", noted):
+                logits.append([each.arch(tokens, batch), *(lower for _, lower in each.arch.take_lower())])
+                sum(weight * y.square().sum() for weight, y in enumerate(logits[-1], 1)).backward()
+        assert len(started) == 2 * exchanges, "as many back"
+        started.clear()
+        torch.testing.assert_close(*logits, rtol=1e-10, atol=1e-13)
+        for (name, parameter), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
+            sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in (parameter, expected)]
+            dist.all_reduce(sums[1])
+            if ".experts." in name:
+                sums[1] = sums[1].chunk(world.size)[world.rank]
+            else:
+                dist.all_reduce(sums[0])
+            torch.testing.assert_close(*sums, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        counts = [
+            [m.tokens_per_expert.clone() for m in each.modules() if isinstance(m, Router)] for each in (whole, model)
+        ]
+        for pair in zip(*counts, strict=True):
+            for each in pair:
+                dist.all_reduce(each)
+            assert torch.equal(*pair)
 
 
 def _cases(ranks: int) -> None:
@@ -143,16 +178,11 @@ def _cases(ranks: int) -> None:
     if ranks == 2:
         _rounded(world)
         _shared_experts_run_while_tokens_travel()
-        _a_token_of_a_kind_travels_once()
     for top_k in (2, EXPERTS):
         for counts in ((5, 3), (0, 7), (0, 0)) if ranks > 1 else ((5,), (0,)):
             _same_as_whole(world, counts, top_k)
-    for top_k, kinds in ((1, 2), (2, 2), (1, 4)):
-        for counts in ((8, 4), (0, 12), (0, 0)) if ranks > 1 else ((8,), (0,)):
-            _same_as_whole(world, counts, top_k, kinds)
-    if ranks > 1:
-        with pytest.raises(ValueError, match="3 kinds of tokens cannot be shared out evenly over 2 ranks"):
-            ByKind(dist.group.WORLD, 3)
+    for exchanges, change in TOKENS:
+        _tokens_over_ranks(world, exchanges, change)
     distributed.stop()
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from kernels.bench import __main__ as bench
 from kernels.bench.__main__ import families, main, run
 from kernels.bench.cases import (
     cute_peers,
+    gdpa_hstu,
     gdpa_peer,
     ikbo_attention,
     ikbo_lce,
@@ -171,6 +173,8 @@ def test_family_on_the_cpu(family: str, tmp_path: Path) -> None:
     [
         (gdpa_peer, "load_peer", None, "does not name a checkout"),
         (gdpa_peer, "load_peer", "nowhere", "has no folder triton"),
+        (gdpa_hstu, "load_peer", None, "does not name a checkout"),
+        (gdpa_hstu, "load_peer", "nowhere", "cannot be imported"),
         (ikbo_peer, "load_peer", None, "does not name a checkout"),
         (ikbo_peer, "load_peer", "nowhere", "has no ops/triton_ikbo_lce.py"),
         (ikbo_peer, "load_tlx_attention", "nowhere", "has no ops/tlx_ikbo_fa_ws.py"),
@@ -185,6 +189,29 @@ def test_says_why_a_peer_is_missing(
     (peer._load if hasattr(peer, "_load") else peer.load_peer).cache_clear()
     with pytest.raises(dispatch.UnsupportedError, match=reason):
         getattr(peer, load)()
+
+
+def test_an_autotuner_tries_the_best_configurations_again() -> None:
+    """All of them once for each kind of call, whatever was tried between, then the best of that kind."""
+
+    class Tuner:
+        keys: ClassVar[list[str]] = ["Z", "DimQ"]
+        configs_timings: ClassVar[dict[int, list[float]]] = {}
+
+        def prune_configs(self, call: dict[str, Any]) -> list[int]:
+            return list(range(9))
+
+    tuner = Tuner()
+    gdpa_hstu.try_the_best_again(tuner)
+    assert tuner.keys == ["Z", "DimQ", "HAS_MULTIPLE_TARGETS", "ENABLE_TMA"]
+
+    def tried(tma: bool, fastest: int) -> list[int]:
+        configs = tuner.prune_configs({"DimQ": 64, "HAS_MULTIPLE_TARGETS": True, "ENABLE_TMA": tma})
+        tuner.configs_timings = {config: [abs(config - fastest) + config / 100] for config in configs}
+        return configs
+
+    assert [tried(False, 2), tried(True, 7)] == [list(range(9))] * 2
+    assert (tried(False, 0), tried(True, 0), tried(False, 8)) == ([2, 1, 3, 0], [7, 6, 8, 5], [2, 1, 3, 0])
 
 
 def test_kernels_in_tlx_need_its_triton(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

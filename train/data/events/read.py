@@ -33,7 +33,7 @@ class Columns:
     time: np.ndarray  # [N] int64 milliseconds
     request: Coded | None
     vendor: Coded | None
-    part: np.ndarray  # [N] index of the split that a row's file decides, -1 where time does
+    split: np.ndarray  # [N] index of the split that a row's file decides, -1 where time does
     labels: np.ndarray  # [N, tasks] float64
     weights: np.ndarray | None  # [N] float64
     numeric: dict[str, np.ndarray]  # [N] float64, NaN for missing
@@ -134,7 +134,7 @@ def read_columns(config: EventsConfig, rows: Rows, first: int = 0) -> Columns:
         time=time,
         request=request,
         vendor=vendor,
-        part=_part(rows, counts),
+        split=_split_of(rows, counts),
         labels=labels,
         weights=weights,
         numeric=values,
@@ -200,13 +200,13 @@ def _log_columns(config: EventsConfig, history: HistoryConfig) -> tuple[str, str
     return history.user or config.user, history.time or config.time
 
 
-def _part(rows: Rows, file_counts: list[int]) -> np.ndarray:
+def _split_of(rows: Rows, file_counts: list[int]) -> np.ndarray:
     """[N] index of the split that a row's file decides, -1 where time does."""
     train, valid, test = file_counts
-    part_of_file = np.repeat([-1, SPLITS.index("valid"), SPLITS.index("test")], [train, valid, test])
+    split_of_file = np.repeat([-1, SPLITS.index("valid"), SPLITS.index("test")], [train, valid, test])
     if valid and test:
-        part_of_file[:train] = SPLITS.index("train")
-    return part_of_file[np.searchsorted(rows.table.first_row, rows.table.number, side="right") - 1]
+        split_of_file[:train] = SPLITS.index("train")
+    return split_of_file[np.searchsorted(rows.table.first_row, rows.table.number, side="right") - 1]
 
 
 def _where(rows: Rows, history: HistoryConfig) -> np.ndarray:

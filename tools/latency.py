@@ -93,6 +93,7 @@ class Job:
         self.spec = replace(build_source(config.data).spec, max_candidates=MOST)
         torch.manual_seed(0)
         self.model = PretrainedModel(config.model, self.spec, self.device).to(self.device).eval()
+        self.model.local_embedding.join(self.device)
         for parameter in self.model.arch.parameters():
             if not parameter.any():  # with heads that begin at zero, all scores would be alike
                 torch.nn.init.normal_(parameter, std=0.1)

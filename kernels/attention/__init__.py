@@ -49,7 +49,9 @@ __all__ = [
     "jagged_attention",
     "packed_features",
     "padded_bias",
+    "pair_flops",
     "pools",
+    "serves_triton",
     "time_bucket",
     "unpacked_features",
 ]
@@ -179,7 +181,7 @@ def _few_queries(
     structured: bool = False,
     **facts: Any,
 ) -> str | None:
-    if reason := _triton(dtype=dtype, **facts) or dispatch.needs_dtype(dtype, *dispatch.HALF):
+    if reason := serves_triton(dtype=dtype, **facts) or dispatch.needs_dtype(dtype, *dispatch.HALF):
         return reason
     if masked or block_local or biased or structured:
         return "has neither masks nor block-local attention nor biases"
@@ -272,15 +274,10 @@ def _why_flash_attention_4_is_missing() -> str | None:
 _why_flash_attention_4_is_missing._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see dispatch._import
 
 
-def _triton(
-    *,
-    device: str,
-    capability: Hashable,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    **_: Hashable,
+def serves_triton(
+    *, device: str, capability: Hashable, dtype: torch.dtype, head_dim: int, value_dim: int, **_: Hashable
 ) -> str | None:
+    """Why the Triton kernels of attention and GDPA cannot serve."""
     if reason := dispatch.needs_triton(device, capability) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
         return reason
     if max(head_dim, value_dim) > 256:
@@ -318,7 +315,7 @@ dispatch.declare(
     Backend("hopper", "kernels.attention.hopper.operators:attention", _hopper, checks_lengths=True),
     Backend("torch", "kernels.attention.varlen:jagged_attention", _varlen),
     # Slower in training on Hopper than torch, where the first two come before both; not compared on other chips.
-    Backend("triton", "kernels.attention.triton.operators:attention", _triton),
+    Backend("triton", "kernels.attention.triton.operators:attention", serves_triton),
     Backend("reference", reference.jagged_attention),
     Backend("padded", "kernels.attention.padded:jagged_attention", _padded),  # the others are compared with it
 )
@@ -330,6 +327,15 @@ if _flash_attn and any(Path(folder, "cute").is_dir() for folder in _flash_attn.s
     dispatch.prefer("jagged_attention", Backend("flash_attention_4", _implementation, _flash_attention_4))
 
 
+def pair_flops(
+    q: Tensor, v: Tensor, queries: Rows, keys: Rows, mask: Mask, structure: Structure | None = None
+) -> float:
+    """Of the scores and the weighted values of all pairs that the masks leave."""
+    offsets = queries.offsets, keys.offsets
+    pairs = attended_pairs(*offsets, mask) if structure is None else structure.pairs(mask, *offsets)
+    return 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * pairs
+
+
 @dispatch.flops("jagged_attention")
 def _flops(
     q: Tensor,
@@ -339,10 +345,7 @@ def _flops(
     keys: Rows,
     scale: float,
     mask: Mask,
-    bias: object = None,
     structure: Structure | None = None,
     **_: object,
 ) -> float:
-    offsets = queries.offsets, keys.offsets
-    pairs = attended_pairs(*offsets, mask) if structure is None else structure.pairs(mask, *offsets)
-    return 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * pairs
+    return pair_flops(q, v, queries, keys, mask, structure)

@@ -14,21 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.attention import BUCKET_WIDTH, UNSTRUCTURED, Structure, checked_bias, checked_structure
+from kernels.attention import (
+    BUCKET_WIDTH,
+    UNSTRUCTURED,
+    Structure,
+    checked_bias,
+    checked_structure,
+    pair_flops,
+    serves_triton,
+)
 from kernels.core import dispatch
 from kernels.core.activations import ACTIVATIONS, unknown
 from kernels.core.checks import check_lengths, check_offsets
 from kernels.core.chip import needs_hopper_heads
 from kernels.core.dispatch import Backend
 from kernels.core.mask import Mask, checked_mask
-from kernels.core.offsets import attended_pairs, derived
+from kernels.core.offsets import derived
 from kernels.core.rows import Rows
 from kernels.gdpa import reference
 from kernels.gdpa.norms import add_norms, layer_norm
 
 __all__ = ["ACTIVATIONS", "add_norms", "gdpa", "layer_norm"]
-
-MAX_HEAD_DIM = 256  # of the Triton kernels
 
 
 def gdpa(
@@ -218,22 +224,6 @@ def _hopper(
     return needs_hopper_heads(device, capability, dtype, head_dim, value_dim)
 
 
-def _triton(
-    *,
-    device: str,
-    capability: Hashable,
-    dtype: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    **_: Hashable,
-) -> str | None:
-    if reason := dispatch.needs_triton(device, capability) or dispatch.needs_dtype(dtype, *dispatch.FLOATS):
-        return reason
-    if max(head_dim, value_dim) > MAX_HEAD_DIM:
-        return f"needs heads of at most {MAX_HEAD_DIM} features, got {head_dim} and {value_dim}"
-    return None
-
-
 def _padded(*, device: str, biased: Hashable = False, structured: Hashable = False, **_: Hashable) -> str | None:
     if biased or structured:
         return "has no biases" if biased else UNSTRUCTURED
@@ -245,7 +235,7 @@ dispatch.declare(
     # The forward's schedule checks all lengths anyway.
     Backend("hopper", "kernels.gdpa.hopper.operators:gdpa", _hopper, checks_lengths=True),
     # Preferred to the reference because it keeps no scores in memory.
-    Backend("triton", "kernels.gdpa.triton.operators:gdpa", _triton),
+    Backend("triton", "kernels.gdpa.triton.operators:gdpa", serves_triton),
     Backend("reference", reference.gdpa),
     Backend("padded", "kernels.gdpa.padded:gdpa", _padded),  # the others are compared with it
 )
@@ -262,9 +252,7 @@ def _flops(
     score_scale: float,
     out_scale: float,
     mask: Mask,
-    bias: object = None,
     structure: Structure | None = None,
+    **_: object,
 ) -> float:
-    offsets = queries.offsets, keys.offsets
-    pairs = attended_pairs(*offsets, mask) if structure is None else structure.pairs(mask, *offsets)
-    return 2 * q.shape[1] * (q.shape[2] + v.shape[2]) * pairs
+    return pair_flops(q, v, queries, keys, mask, structure)

@@ -213,7 +213,7 @@ def _served(
 ) -> list[Served]:
     flops: Counter[tuple[str, str, tuple[tuple[str, Hashable], ...]]] = Counter()
     for call in calls:
-        computed = {"dtype": dtype} if call.facts["dtype"] is torch.float32 else {}
+        computed = {name: dtype for name in ("dtype", "out_dtype") if call.facts.get(name) is torch.float32}
         facts = call.facts | chip | computed
         module = _starred(call.module.partition(".")[2], layers) or "the model"
         flops[call.op, module, tuple(facts.items())] += call.flops  # type: ignore[assignment]

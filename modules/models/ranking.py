@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from modules.batch import RequestBatch
-from modules.layers.embedding.tokens import FeatureEmbedding
+from modules.broadcast import CandidateRows
+from modules.layers.embedding.tokens import FeatureEmbedding, Tokens
+from modules.layers.feed_forward.plain_head import PlainHead
 from modules.layers.moe import MoE
 
 
@@ -63,6 +65,31 @@ class LowerLogits(ABC):
     @abstractmethod
     def take_lower(self) -> list[tuple[float, Tensor]]:
         """(weight, logits [C, tasks]) of each of the last training step's, once: their losses are added to the loss."""
+
+
+class PlainLogits(LowerLogits):
+    """Mixed into architectures that may have a `PlainHead` beside their own heads.
+
+    It has a loss of its own in training; else logits are the mean of both.
+    """
+
+    plain_heads: PlainHead | None
+    plain_logits: Tensor | None = None
+    training: bool
+
+    def with_plain(self, logits: Tensor, tokens: Tokens, batch: RequestBatch) -> Tensor:
+        """[C, tasks] of the architecture's own heads."""
+        if self.plain_heads is None:
+            return logits
+        plain = self.plain_heads(tokens, CandidateRows.of(batch))
+        if self.training:
+            self.plain_logits = plain
+            return logits
+        return (logits + plain) / 2
+
+    def take_lower(self) -> list[tuple[float, Tensor]]:
+        made, self.plain_logits = self.plain_logits, None
+        return [] if made is None else [(1.0, made)]
 
 
 class RankingModel(nn.Module):

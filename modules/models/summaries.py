@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from modules.config import HeadsConfig, RankingConfig, option
+from modules.config import HeadsConfig, option
 from modules.layers.attention.gdpa import GDPAConfig
 from modules.layers.feed_forward.block import FeedForwardConfig
+from modules.layers.feed_forward.plain_head import PlainHeadConfig
 from modules.layers.interaction.wukong import WukongConfig
 
 
 @dataclass(kw_only=True)
-class SummariesConfig(FeedForwardConfig, HeadsConfig, RankingConfig):
+class SummariesConfig(FeedForwardConfig, HeadsConfig, PlainHeadConfig):
     num_context: int = option(8, least=1)  # tokens that a request is compressed to, for the weights of the PFFNs
     pffn_hidden: int = option(32, least=1)  # hidden units of a PFFN
     # its activation, normalisation and scales; the sum over hidden units is not averaged: the block's norm follows

@@ -6,21 +6,19 @@ import functools
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
 
 from modules.models import build as build_arch
-from tests.launching import ROOT, TINY
+from tests.launching import TINY
 from train.commands.fit import Fit, fit
 from train.commands.fit import _model as model_of
 from train.config.compose import to_config
-from train.config.schema import Config, register_schema
+from train.config.files import composed
+from train.config.schema import Config
 from train.data import build_source
 
 
 def config(*overrides: str) -> Config:
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return to_config(compose("train", [*TINY, "model.num_layers=1", "precision=bf16", *overrides]))
+    return to_config(composed([*TINY, "model.num_layers=1", "precision=bf16", *overrides]))
 
 
 @functools.cache

@@ -193,7 +193,9 @@ def test_wrong_types(tmp_path):
     with pytest.raises(ValueError, match="column 'item': it is list<.*>, expected one number or text a row"):
         build_source(config_of(tmp_path, **files, candidate_numeric=[]))
     lists = {"seen": HistoryConfig(["time"], lists=True)}
-    with pytest.raises(ValueError, match="column 'time': it is int64, expected a list type or text joined by '|'"):
+    with pytest.raises(
+        ValueError, match="column 'time': it is int64, expected a list of single values or text joined by '|'"
+    ):
         build_source(config_of(tmp_path, **files, candidate_categorical=[], candidate_numeric=[], histories=lists))
     pq.write_table(pa.table({**table, "item": ["a"], "price": [1.0]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({**table, "item": [7], "price": [[1.0]]}), tmp_path / "b.parquet")
@@ -387,8 +389,13 @@ def test_joined_table_with_a_repeated_key_or_a_bad_value(tmp_path):
         ({"tables": {"itme": "item"}}, r"data\.tables names \['itme'\]"),
         ({"labels": {}}, "data.labels is empty; name at least one"),
         ({"labels": {"click": "price > 4"}}, "data.labels.click='price > 4' must name a column"),
-        ({"labels": {"click": "price >= high"}}, "compare one as COLUMN >= NUMBER or COLUMN == ID, e.g. 'rating >= 4'"),
+        (
+            {"labels": {"click": "price >= high"}},
+            "compare one as COLUMN >= NUMBER or COLUMN == ID",
+        ),
         ({"labels": {"click": "price == "}}, "must name a column of 0 and 1, or compare one"),
+        ({"labels": {"click": "event == 'buy'"}}, "COLUMN == ID without quotes"),
+        ({"labels": {"click": 'event == "buy"'}}, "COLUMN == ID without quotes"),
         ({"labels": {"click": "price != 1"}}, "must name a column of 0 and 1, or compare one"),
         ({"histories": {"a": HistoryConfig([])}}, r"data\.histories\.a\.fields is empty"),
         ({"histories": {"a": HistoryConfig(["item"], lists=True, where={"click": 1})}}, r"data\.histories\.a\.lists"),

@@ -12,7 +12,6 @@ import pyarrow.parquet as parquet
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from modules.loss import TaskLosses
 from modules.loss.next_item import ItemShares
@@ -21,9 +20,9 @@ from tests.modules.factories import random_batch, random_spec
 from tests.processes import run_ranks
 from train.build import build
 from train.commands import vectors
-from train.commands.doctor import ROOT
 from train.config.compose import to_config
-from train.config.schema import Config, RuntimeConfig, register_schema
+from train.config.files import composed
+from train.config.schema import Config, RuntimeConfig
 from train.evaluate import catalogue, evaluate_split, split_loader
 from train.process import distributed
 from train.trainer import Trainer
@@ -79,7 +78,6 @@ def test_losses_of_two_ranks_are_those_of_all_rows(tmp_path: Path) -> None:
 
 
 def _config(root: Path, dense: str, score: str, rank_seen: bool) -> Config:
-    register_schema()
     overrides = [
         "+experiment=ml1m_sasrec", f"data.root={root}", f"data.cache_dir={root}/cache", "data.max_history=6",
         "data.batch_size=8", "data.eval_batch_size=5", "model.dim=8", "model.feed_forward_dim=8",
@@ -89,8 +87,7 @@ def _config(root: Path, dense: str, score: str, rank_seen: bool) -> Config:
         f"parallel.dense={dense}", f"model.score={score}", "model.temperature=0.5",
         f"tracking.rank_seen={rank_seen}",
     ]  # fmt: skip
-    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        return to_config(compose("train", overrides=overrides))
+    return to_config(composed(overrides))
 
 
 def _train_and_rank(root: Path, dense: str, score: str, rank_seen: bool) -> None:

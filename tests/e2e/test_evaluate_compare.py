@@ -28,7 +28,6 @@ from train.checkpoint import load as checkpoint
 from train.checkpoint.load import read_meta
 from train.commands import compare, export, importance, score
 from train.config.compose import from_dict
-from train.config.schema import register_schema
 from train.data import build_source
 from train.metrics.predictions import read_predictions
 from train.serving.scorer import Scorer
@@ -82,7 +81,7 @@ def test_requests_are_ranked_and_found_in_the_predictions(trained: Path, tmp_pat
 def test_every_feature_of_a_run_has_a_worth(trained: Path, tmp_path: Path) -> None:
     run_ranks(importance.main, 2, [f"run_dir={trained}", "steps=2", f"out={tmp_path}", "runtime.device=cpu"])
     worth = json.loads((tmp_path / "importance.json").read_text())
-    spec = build_source(from_dict(read_meta(checkpoint.named(str(trained), ""))["config"], []).data).spec
+    spec = build_source(from_dict(read_meta(checkpoint.resolve(str(trained), ""))["config"], []).data).spec
     assert worth.keys() == set(importance.features_of(spec))
     assert all(value is not None for values in worth.values() for value in values.values())
 
@@ -232,7 +231,6 @@ def test_arms_of_one_name_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(("override", "unlike"), [("model.dim=32", "arch"), ("data.seed=1", "data_fingerprint")])
 def test_arms_without_common_weights_are_refused_before_they_train(override: str, unlike: str) -> None:
-    register_schema()
     arms = [compare.Arm("a", ()), compare.Arm("b", (override,))]
     with pytest.raises(ValueError, match=rf"arms a and b cannot start from the same weights: .*e\.g\. {unlike}"):
         compare._check_arms(arms, list(TINY))
@@ -240,7 +238,6 @@ def test_arms_without_common_weights_are_refused_before_they_train(override: str
 
 def test_an_arm_that_would_run_as_the_baseline_is_refused() -> None:
     pytest.importorskip("triton")
-    register_schema()
     arms = [compare.Arm.parse(text) for text in ("bf16", "mxfp8_g128")]
     with dispatch.asked_of((9, 0)), pytest.raises(ValueError, match=r"arm mxfp8_g128: no layer of this model gains"):
         compare._check_arms(arms, list(TINY))
@@ -250,7 +247,6 @@ def test_an_arm_that_would_run_as_the_baseline_is_refused() -> None:
 
 
 def test_arms_need_a_test_split(tmp_path: Path) -> None:
-    register_schema()
     data = ["data=movielens", "data.split=[0.9,0.1,0]", f"data.cache_dir='{tmp_path}'"]
     with pytest.raises(ValueError, match="compared on the test split, which is empty"):
         compare._check_arms([compare.Arm("a", ())], data)
@@ -274,7 +270,6 @@ def test_an_arm_does_not_train_beside_the_one_before(tmp_path: Path, monkeypatch
     (tmp_path / "seed-0" / "initial").mkdir(parents=True)
     (tmp_path / "seed-0" / "initial" / "meta.json").touch()
     arms = [compare.Arm(name, ()) for name in ("a", "b")]
-    register_schema()
     gc.disable()
     try:
         compare._train_arms(arms, arms[0], 0, list(TINY), tmp_path, cast(Any, None))

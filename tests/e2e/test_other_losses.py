@@ -9,11 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hydra import compose, initialize_config_dir
 
-from train.commands.doctor import ROOT
 from train.config.compose import to_config
-from train.config.schema import Config, register_schema
+from train.config.files import composed
+from train.config.schema import Config
 from train.metrics.predictions import read_predictions
 from train.process import distributed
 from train.trainer import Trainer
@@ -32,7 +31,6 @@ def config(folder: Path, *changes: str) -> Config:
     }
     table["user"] = np.repeat(user[::3], 3)
     pq.write_table(pa.table(table), folder / "events.parquet")
-    register_schema()
     overrides = [
         "data=events", f"data.root={folder}", f"data.cache_dir={folder}/cache", "data.files=[events.parquet]",
         "data.user=user", "data.time=time", "+data.labels={stars: stars, kind: kind, order: grade}",
@@ -43,8 +41,7 @@ def config(folder: Path, *changes: str) -> Config:
         "runtime.eval_epochs=4", "runtime.device=cpu", "runtime.threads=1", f"runtime.run_dir={folder}/run",
         "tracking.wandb=disabled", "tracking.tensorboard=false", *changes,
     ]  # fmt: skip
-    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        return to_config(compose("train", overrides=overrides))
+    return to_config(composed(overrides))
 
 
 def test_each_task_is_trained_judged_and_predicted_in_its_own_way(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -146,3 +147,35 @@ def tensors(tokens: Any) -> list[torch.Tensor]:
 def test_a_folder_without_a_reader_is_told_in_words(saved: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no reader.json.*data=events"):
         RequestReader.from_pretrained(saved)
+
+
+def test_tables_side_by_side_give_the_same_tokens_until_they_are_moved(saved: Path, tmp_path: Path) -> None:
+    plain, joined = (PretrainedModel.from_pretrained(saved) for _ in range(2))
+    batch, table = random_batch(SPEC, (3, 0, 4)), SPEC.candidate[0].table
+    joined.local_embedding.join("cpu")
+    joined.save_pretrained(tmp_path)
+    assert all(
+        torch.equal(value, load_file(saved / "model.safetensors")[name])
+        for name, value in load_file(tmp_path / "model.safetensors").items()
+    )
+
+    def weight(model: PretrainedModel) -> torch.Tensor:
+        return next(value for name, value in model.named_parameters() if f".{table}." in name)
+
+    def check(calls: int) -> None:
+        with torch.no_grad(), mock.patch.object(torch, "embedding", wraps=torch.embedding) as looked_up:
+            assert torch.equal(joined(batch), plain(batch))
+        assert looked_up.call_count - len(list(SPEC.lookups())) == calls
+
+    check(2)  # one for each width
+    for model in (plain, joined):  # as a following scorer does it
+        with torch.no_grad():
+            weight(model).mul_(2)
+    check(2)
+    for model in (plain, joined):
+        model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()}, assign=True)
+    check(len(list(SPEC.lookups())))
+    joined.local_embedding.join("cpu")
+    for model in (plain, joined):
+        model(batch).sum().backward()
+    torch.testing.assert_close(weight(joined).grad, weight(plain).grad, rtol=0, atol=0)

@@ -107,6 +107,21 @@ def test_batches_with_keyed_jagged_tensors_score_alike(ranking: Rows, exported: 
     torch.testing.assert_close(scorer(ranking.batch([90, 3])), scorer(service.read.batch(requests)))
 
 
+def test_an_id_that_no_row_has_is_refused_by_the_name_of_its_feature(ranking: Rows, exported: Export) -> None:
+    folder, _ = exported(DIN_SMALL, ranking)
+    scorer = Scorer(folder)
+    tables, lookups = scorer.spec.tables, iter(scorer.spec.lookups())
+    for side in range(len(ranking.batch([90]).sparse)):
+        for key in range(len(ranking.batch([90]).sparse[side].keys())):
+            name, table = next(lookups)
+            for outside in (-1, tables[table]):
+                batch = ranking.batch([90, 3])
+                ids = batch.sparse[side].values()
+                ids[sum(batch.sparse[side].length_per_key()[: key + 1]) - 1] = outside
+                with pytest.raises(ValueError, match=f"^{name} has the id {outside}; table '{table}' has rows 0 to"):
+                    scorer(batch)
+
+
 def test_models_that_are_served_eagerly_are_timed_as_well(ranking: Rows, exported: Export) -> None:
     folder, model = exported(DIN_SMALL, ranking)
     single = PretrainedModel(DIN_SMALL, dataclasses.replace(model.spec, max_candidates=1)).eval()

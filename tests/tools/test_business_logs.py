@@ -7,14 +7,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hydra import compose, initialize_config_dir
 from sklearn.metrics import roc_auc_score
 
-from tests.launching import ROOT
 from tools.datasets import business_logs
 from tools.quality.reachable import PRIOR, popularity
 from train.config.compose import to_config
-from train.config.schema import register_schema
+from train.config.files import composed
 from train.data import build_source
 
 ROWS = 20_000
@@ -37,10 +35,8 @@ def test_labels_are_drawn_with_the_probabilities_and_the_configuration_reads_the
             assert abs(label[chosen].mean() - p[chosen].mean()) < 5 * error + late
         popular = popularity(log["item"], log["time"], label.astype(float), label.mean())
         assert 0.5 < roc_auc_score(label, popular) < roc_auc_score(label, p) - 0.05
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        overrides = [f"data={kind}_log", f"data.root='{tmp_path}'", f"data.cache_dir='{tmp_path}/cache'"]
-        source = build_source(to_config(compose("train", overrides)).data)
+    overrides = [f"data={kind}_log", f"data.root='{tmp_path}'", f"data.cache_dir='{tmp_path}/cache'"]
+    source = build_source(to_config(composed(overrides)).data)
     assert source.spec.tasks == TASKS[kind]
     batch = source.batch("test", np.arange(source.num_requests("test")))
     assert all(batch.histories.lengths().view(len(batch.histories.keys()), -1).sum(1) > 0)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 
 from tools import speeds
 from train.config.compose import to_config
-from train.config.schema import register_schema
+from train.config.files import composed
 
 # Stands in for a worker: it measures "ok", dies of "breaks" and of a second "fails second", and hangs in "hangs". Of
 # several ranks the first one writes, and the second dies of "breaks second".
@@ -64,15 +63,13 @@ LONG = "two_gpus_arms.yaml"  # a composition takes half a second
     "file", [pytest.param(file, marks=[pytest.mark.nightly] * (file.name == LONG)) for file in ARMS], ids=str
 )
 def test_every_measured_arm_is_a_configuration(file: Path) -> None:
-    register_schema()
     arms = speeds.arms_of(file)
     assert len({arm["name"] for arm in arms}) == len(arms)
     assert speeds.chosen(arms, [arms[-1]["name"]])[-1] is arms[-1]
     with pytest.raises(ValueError, match="no arm is called 'nobody'; they are"):
         speeds.chosen(arms, [arms[0]["name"], "nobody"])
-    with initialize_config_dir(str(speeds.CONFIGS), version_base="1.3"):
-        for arm in arms:
-            assert to_config(compose("train", arm["overrides"])).runtime.steps >= 20
+    for arm in arms:
+        assert to_config(composed(arm["overrides"])).runtime.steps >= 20
 
 
 def test_ranks_run_an_arm_together_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,9 @@ VIEWS = {
         for kind, values in ((pa.int64(), LISTS), (pa.string_view(), WORDS), (pa.binary_view(), WORDS))},
     "text": pa.array(["a", None, ""], pa.string_view()),
     "runs": pa.RunEndEncodedArray.from_arrays([2, 3], pa.array(["a", None])),
+    **{f"dictionary of {kind}": pa.array([3, None, 5, 3], kind).dictionary_encode()
+        for kind in (pa.int64(), pa.float64(), pa.timestamp("ms"), pa.decimal128(5, 2))},
+    **{str(kind): pa.array([3, None], kind) for kind in (pa.decimal32(5, 2), pa.decimal64(12, 0))},
 }  # fmt: skip
 
 
@@ -87,6 +90,7 @@ def test_plain_types_hold_what_views_do(array: pa.Array, tmp_path: Path) -> None
     column = pa.chunked_array([array, array[1:]])
     assert as_plain(column).to_pylist() == expected
     as_plain(column).validate(full=True)
+    assert not any(is_it(as_plain(column).type) for is_it in (pa.types.is_dictionary, pa.types.is_decimal32))
     columns = pa.table({"user": list(range(len(column))), "item": column})
     assert pq.read_table(keep_table(Stream(columns), tmp_path))["item"].to_pylist() == expected
 

@@ -10,7 +10,7 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +125,13 @@ class Scorer:
         self.gate = Gate()
         self._model: PretrainedModel | None = None
         if about["program"] and not is_importable(config):
-            self.embedding = load_embedding(folder).to(self.device)
+            self.embedding = load_embedding(folder)
         else:
-            self._model = PretrainedModel.from_pretrained(folder, self.device)
+            self._model = PretrainedModel.from_pretrained(folder)
             self.embedding = self._model.local_embedding
+        if self.device.type == "cuda":  # on a CPU they stay on the disk
+            self.embedding.join(self.device)
+            (self._model or self.embedding).to(self.device)
         self._program: Replayed | None = None
         self._loaded: Callable[..., Tensor] | None = None
         if about["program"]:
@@ -184,8 +187,8 @@ class Scorer:
             return self.losses.predict(self._logits(self.embedding(batch), batch))
 
     def check(self, batch: RequestBatch) -> None:
-        """ValueError for too many candidates or events of a request, and numbers that are not finite (of a batch on the
-        host; one that is on the GPU already is not read back)."""
+        """ValueError for too many candidates or events of a request, and, of a batch on the host, for ids that no row
+        has and numbers that are not finite; one that is on the GPU already is not read back."""
         most = _most_candidates(batch)
         if most > self.max_candidates:
             raise ValueError(
@@ -194,6 +197,7 @@ class Scorer:
             )
         if batch.row.device.type == "cpu":
             _refuse_not_finite(batch, self.spec)
+            _refuse_unknown_ids(batch, self.spec)
         self._refuse_long(batch)
 
     def _by_halves(self, key: bytes, batch: RequestBatch) -> Tensor:
@@ -353,6 +357,21 @@ def _refuse_not_finite(batch: RequestBatch, spec: FeatureSpec) -> None:
             raise ValueError(
                 f"{whose} {row} has {names[column]}={values[row, column].item()}; numbers must be finite. Those of a "
                 "batch are scaled, and a missing one is 0, as train.data.reader makes them"
+            )
+
+
+def _refuse_unknown_ids(batch: RequestBatch, spec: FeatureSpec) -> None:
+    lookups = iter(spec.lookups())
+    for features in batch.sparse:
+        asked = list(islice(lookups, len(features.keys())))
+        sizes = torch.tensor([[spec.tables[table] for _, table in asked], features.length_per_key()])
+        ids = features.values()
+        outside = (ids < 0) | (ids >= torch.repeat_interleave(*sizes, output_size=len(ids)))
+        if outside.any():
+            first = int(outside.nonzero()[0])
+            name, table = asked[int(torch.searchsorted(sizes[1].cumsum(0), first, right=True))]
+            raise ValueError(
+                f"{name} has the id {int(ids[first])}; table {table!r} has rows 0 to {spec.tables[table] - 1}"
             )
 
 

@@ -1,8 +1,9 @@
 """HSTU's attention as `gdpa` with SiLU: causal, with targets, and semi-local with a prefix, lengths uniform.
 
 The rival is the Triton kernel of generative-recommenders, from a checkout that GEMSMITH_PEER_HSTU names
-(github.com/meta-recsys/generative-recommenders). It has no prefix. It tries its configurations at every first call, for
-a fifth of the time that it would give to each.
+(github.com/meta-recsys/generative-recommenders), which also has loads by TMA. It has no prefix. It tries all its
+configurations at the first length of a width, each for a tenth of the time that it would give, and the best few of
+them at others.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn.functional import pad
 
 from kernels.attention import checked_structure
 from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error, runner_of
+from kernels.bench.cases.cute_peers import where_it_runs
 from kernels.core.dispatch import UnsupportedError
 from kernels.core.mask import checked_mask
 from kernels.core.offsets import attended_pairs
@@ -35,6 +37,10 @@ MOST_TARGETS = 64
 SEMI_LOCAL = {"cuda": (256, 32), "cpu": (8, 4)}
 # As of `gdpa`'s other cases.
 LIMIT = 1e-2
+SCRATCH_BYTES = 5e8
+# The peer's configurations that are tried again at another length of the same kind of call.
+BEST = 4
+KIND = ("DimQ", "HAS_MULTIPLE_TARGETS", "ENABLE_TMA")
 
 
 class Masks(NamedTuple):
@@ -64,13 +70,31 @@ def load_peer() -> Callable[..., Tensor]:
     sys.path.insert(0, place)
     try:
         common = importlib.import_module("generative_recommenders.common")
-        common.triton_autotune = partial(common.triton_autotune, warmup=5, rep=20)  # type: ignore[attr-defined]
+        common.triton_autotune = partial(common.triton_autotune, warmup=2, rep=10)  # type: ignore[attr-defined]
         module = importlib.import_module("generative_recommenders.ops.triton.triton_hstu_attention")
     except Exception as error:
         raise UnsupportedError(f"{VARIABLE}={place} cannot be imported: {error!r}") from error
     finally:
         sys.path.remove(place)
+    for tuner in (module._hstu_attn_fwd, module._hstu_attn_bwd):
+        try_the_best_again(tuner)
     return module.triton_hstu_mha
+
+
+def try_the_best_again(tuner: Any) -> None:
+    """Let a Triton `Autotuner` try all configurations for the first call of a KIND, and for others only its BEST."""
+    tuner.keys = [*dict.fromkeys([*tuner.keys, *KIND])]  # its own would give TMA what is best without
+    every, timings, latest = tuner.prune_configs, {}, None
+
+    def prune(call: dict[str, Any]) -> list[Any]:
+        nonlocal latest
+        if latest is not None:
+            timings.setdefault(latest, tuner.configs_timings)
+        latest = tuple(call[name] for name in KIND)
+        known = timings.get(latest)
+        return every(call) if known is None else sorted(known, key=known.get)[:BEST]
+
+    tuner.prune_configs = prune
 
 
 def _problem(masks: Masks, direction: str, dim: int, longest: int, device: torch.device) -> Problem:
@@ -102,18 +126,23 @@ def _problem(masks: Masks, direction: str, dim: int, longest: int, device: torch
 
         return runner_of(attend, inputs, cotangent, backward)
 
-    def prepare_peer() -> Runner:
+    def prepare_peer(tma: bool) -> Runner:
         if masks.local or device.type == "cpu":
             raise UnsupportedError("has no prefix beside a window" if masks.local else "needs a GPU")
         peer = load_peer()
-        rest = {"num_targets": targets, "sort_by_length": True}
-        return runner_of(lambda: peer(longest, dim**-0.5, q, k, v, offsets, **rest), inputs, cotangent, backward)
+        rest = {"num_targets": targets, "sort_by_length": True, "enable_tma": tma}
+
+        def attend() -> Tensor:
+            return peer(longest, dim**-0.5, q, k, v, offsets, **rest)
+
+        return where_it_runs(lambda: runner_of(attend, inputs, cotangent, backward))
 
     mask = checked_mask(window=features["window"])
     structure = checked_structure(mask, offsets, offsets, targets, 0, features.get("prefix", 0), None, "start")
     pairs = attended_pairs(offsets, offsets, mask) if structure is None else structure.pairs(mask, offsets, offsets)
+    peers = {f"generative-recommenders{', TMA' * tma}": partial(prepare_peer, tma) for tma in (False, True)}
     return Problem(
-        contenders=backends_of("gdpa", prepare) | {"generative-recommenders": prepare_peer},
+        contenders=backends_of("gdpa", prepare) | peers,
         check=check_relative_error(_expected(inputs, cotangent, lengths, numbers, features | scales, backward), LIMIT),
         flops=4 * HEADS * dim * pairs * (2.5 if backward else 1.0),
         bytes=(7 if backward else 4) * total * HEADS * dim * dtype.itemsize,
@@ -123,14 +152,17 @@ def _problem(masks: Masks, direction: str, dim: int, longest: int, device: torch
 def _expected(
     inputs: list[Tensor], cotangent: Tensor, lengths: Tensor, numbers: Tensor, call: dict[str, Any], backward: bool
 ) -> tuple[Tensor, ...]:
-    """Output or gradients in float32 from the reference, a row at a time."""
-    parts = zip(*(x.detach().split(lengths.tolist()) for x in (*inputs, cotangent)), numbers, strict=True)
+    """Output or gradients in float32 from the reference, as many rows at a time as SCRATCH_BYTES hold scores of."""
+    step = max(1, int(SCRATCH_BYTES / (HEADS * int(lengths.max()) ** 2 * 4)))
+    totals = [int(group.sum()) for group in lengths.split(step)]
+    tensors = (x.detach().split(totals) for x in (*inputs, cotangent))
     results = []
-    for *tensors, grad, number in parts:
-        leaves = [tensor.float().requires_grad_(backward) for tensor in tensors]
-        offsets = torch.tensor([0, len(grad)], device=grad.device)
-        own = call if call["num_targets"] is None else call | {"num_targets": number[None].to(grad.device)}
-        sizes = {"max_q": len(grad), "max_k": len(grad), "activation": "silu", "backend": "reference"}
+    for *values, grad, group, number in zip(*tensors, lengths.split(step), numbers.split(step), strict=True):
+        leaves = [tensor.float().requires_grad_(backward) for tensor in values]
+        offsets = pad(group.cumsum(0), (1, 0)).to(grad.device)
+        own = call if call["num_targets"] is None else call | {"num_targets": number.to(grad.device)}
+        longest = int(group.max())
+        sizes = {"max_q": longest, "max_k": longest, "activation": "silu", "backend": "reference"}
         out = gdpa(*leaves, offsets, offsets, **sizes, **own)
         results.append(torch.autograd.grad(out, leaves, grad.float()) if backward else (out.detach(),))
     return tuple(torch.cat(pieces) for pieces in zip(*results, strict=True))

@@ -233,14 +233,31 @@ class LocalEmbedding(nn.Module):
         return self.assemble.candidates(self._look_up(lookups, [batch.candidate_sparse]), batch)
 
     def _look_up(self, lookups: Iterable[tuple[str, str]], parts: Sequence[KeyedJaggedTensor]) -> dict[str, _LookedUp]:
-        first = [] if self.collection is None else [self.collection]
-        collections = cast("Iterable[_Tables]", [*first, *self.further.values(), *self.managed.values()])
-        collection_of = {table: collection for collection in collections for table in collection.tables}
+        asked: dict[_Tables, list[tuple[str, str, Tensor]]] = {tables: [] for tables in self._all}
+        tables_of = {table: tables for tables in asked for table in tables.tables}
         ids = [feature for part in parts for feature in part.values().split(part.length_per_key())]
-        return {
-            name: _LookedUp(collection_of[table](table, of_feature).float())
-            for (name, table), of_feature in zip(lookups, ids, strict=True)
-        }
+        for (name, table), of_feature in zip(lookups, ids, strict=True):
+            asked[tables_of[table]].append((name, table, of_feature))
+        found: dict[str, _LookedUp] = {}
+        for tables, lookups_of in asked.items():
+            if lookups_of:
+                names, of_tables, of_features = zip(*lookups_of, strict=True)
+                found |= {
+                    name: _LookedUp(rows.float())
+                    for name, rows in zip(names, tables(of_tables, of_features), strict=True)
+                }
+        return found
+
+    @property
+    def _all(self) -> list[_Tables]:
+        first = [] if self.collection is None else [self.collection]
+        return [*first, *cast("Iterable[_Tables]", (*self.further.values(), *self.managed.values()))]
+
+    def join(self, device: torch.device | str) -> None:
+        """Move the tables to `device`, side by side: without gradients, all features are then looked up by one launch
+        instead of one each. Parameters keep their names and become views. Ids are not checked against their table."""
+        for tables in self._all:
+            tables.join(device)
 
 
 def _vendors(batch: RequestBatch) -> Vendors:
@@ -260,13 +277,38 @@ class _LocalTables(nn.Module):
             _initial(spec, table, std or 1 / math.sqrt(width))(weight)
             tables[table] = nn.Embedding(count, width, _weight=weight)
         self.embeddings = nn.ModuleDict(tables)
+        self._joined: Tensor | None = None
 
     @property
     def tables(self) -> list[str]:
         return list(self.embeddings)
 
-    def forward(self, table: str, ids: Tensor) -> Tensor:
-        return cast(Tensor, self.embeddings[table](ids))
+    @torch.no_grad()
+    def join(self, device: torch.device | str) -> None:
+        """Of tables of one dtype."""
+        weights = self._weights()
+        self._joined, self._first = None, {}
+        if len({weight.dtype for weight in weights}) == 1:
+            counts = [len(weight) for weight in weights]
+            self._joined = weights[0].new_empty(sum(counts), weights[0].shape[1], device=device)
+            for table, rows in zip(self.tables, self._joined.split(counts), strict=True):
+                self._first[table] = rows.storage_offset() // max(1, rows.shape[1])
+                parameter = cast("nn.Embedding", self.embeddings[table]).weight
+                parameter.data = rows.copy_(parameter)
+            self._places = [weight.data_ptr() for weight in self._weights()]
+
+    def _weights(self) -> list[Tensor]:
+        return [cast("nn.Embedding", each).weight for each in self.embeddings.values()]
+
+    def forward(self, tables: Sequence[str], ids: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Rows of the ids of each table."""
+        joined = self._joined
+        if joined is None or torch.is_grad_enabled() or self._places != [each.data_ptr() for each in self._weights()]:
+            return [self.embeddings[table](of_table) for table, of_table in zip(tables, ids, strict=True)]
+        counts = [len(of_table) for of_table in ids]
+        begins = torch.tensor([[self._first[table] for table in tables], counts], device=joined.device)
+        begins = torch.repeat_interleave(*begins, output_size=sum(counts))
+        return nn.functional.embedding(torch.cat([*ids]) + begins, joined).split(counts)
 
 
 class _LocalManagedTables(nn.Module):
@@ -284,9 +326,13 @@ class _LocalManagedTables(nn.Module):
     def tables(self) -> list[str]:
         return self._embedding_module.tables
 
-    def forward(self, table: str, ids: Tensor) -> Tensor:
+    def join(self, device: torch.device | str) -> None:
+        self._embedding_module.join(device)
+
+    def forward(self, tables: Sequence[str], ids: Sequence[Tensor]) -> Sequence[Tensor]:
         rows_of_ids = cast(nn.ModuleDict, self._managed_collision_collection["_managed_collision_modules"])
-        return cast(Tensor, self._embedding_module(table, rows_of_ids[table](ids)))
+        rows = [rows_of_ids[table](of_table) for table, of_table in zip(tables, ids, strict=True)]
+        return cast("Sequence[Tensor]", self._embedding_module(tables, rows))
 
 
 _Tables = _LocalTables | _LocalManagedTables
@@ -399,21 +445,26 @@ class TokenAssembly(nn.Module):
     ) -> dict[str, JaggedSequence]:
         if not self.spec.histories:
             return {}
-        lengths = batch.histories.lengths().view(-1, batch.num_requests)
-        values, offsets, key = {}, {}, 0
+        values = {}
         for event in self.spec.histories:
             fields = [self._projected(embedded[event.key(field)].values(), field.table) for field in event.fields]
             values[event.name] = torch.cat(fields, dim=-1)
-            offsets[event.name] = nn.functional.pad(lengths[key].cumsum(0), (1, 0))
-            key += len(event.fields)
         now = batch.request_time.repeat(len(self.spec.histories))
         counts, times = batch.history_times.lengths(), batch.history_times.values()
+        offsets = _offsets(counts.view(-1, batch.num_requests))
         times = times - torch.repeat_interleave(now, counts, output_size=times.shape[0])
         times = times.split([rows.shape[0] for rows in values.values()])
         return {
-            event: JaggedSequence(values[event], offsets[event], time)
-            for event, time in zip(values, times, strict=True)
+            event: JaggedSequence(rows, of_event, time)
+            for (event, rows), of_event, time in zip(values.items(), offsets, times, strict=True)
         }
+
+
+def _offsets(lengths: Tensor) -> list[Tensor]:
+    """Of the rows of lengths [E, R], each [R + 1]. Rows begin at multiples of 16 bytes, as kernels like them."""
+    count = lengths.shape[1] + 1
+    padded = nn.functional.pad(lengths.cumsum(1), (1, -count % 4))
+    return [row[:count] for row in padded.unbind()]
 
 
 def _stacked(tokens: list[Tensor]) -> Tensor:

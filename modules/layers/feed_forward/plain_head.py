@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from torch import Tensor, nn
 
 from modules.batch import FeatureSpec, SparseFeature
 from modules.broadcast import CandidateRows
+from modules.config import RankingConfig, SettledFlag
 from modules.layers.embedding.tokens import Tokens
 from modules.layers.feed_forward.mlp import TaskHeads
 
 FEW = 300
 """Rows of the largest table that it reads. Each has many examples, so that none is memorised."""
+
+
+@dataclass(kw_only=True)
+class PlainHeadConfig(RankingConfig):
+    """After `FeedForwardConfig` among the bases of a model's `Config`."""
+
+    plain_head: SettledFlag = False  # further heads of numbers and small tables; null: by the size of the data
+
+    shared: ClassVar[frozenset[str]] = frozenset({"plain_head"})
+
+    def graphs_refusal(self) -> str | None:
+        if self.plain_head:
+            return (
+                "model.plain_head=true: a graph returns the logits of the other heads alone; use "
+                "runtime.cuda_graphs=false or model.plain_head=false"
+            )
+        return super().graphs_refusal()
+
+    def make_plain_heads(self, spec: FeatureSpec) -> PlainHead | None:
+        return PlainHead.of(spec, self.dim, self.head_hidden, self.dropout) if self.plain_head else None
 
 
 class PlainHead(nn.Module):

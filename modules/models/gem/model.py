@@ -28,7 +28,7 @@ from modules.layers.norms import rms_norm
 from modules.layers.sequence.history import HistoryEncoder
 from modules.layers.sequence.pyramid import PyramidLevel, coarser
 from modules.models.gem.heads import DomainHeads
-from modules.models.ranking import WITHOUT_HISTORIES, Ranker
+from modules.models.ranking import WITHOUT_HISTORIES, PlainLogits, Ranker
 from modules.models.summaries import SummariesConfig
 
 
@@ -190,7 +190,7 @@ def _level(config: GEMConfig, max_length: int, window: int | None = None) -> Pyr
     )
 
 
-class GEM(Ranker):
+class GEM(PlainLogits, Ranker):
     """Logits [C, tasks] from tokens. Histories, of all event types merged by time, stay at the R rows of requests."""
 
     Config = GEMConfig
@@ -208,6 +208,7 @@ class GEM(Ranker):
         self.head_dims = list(dict.fromkeys(layer.head_dim for layer in layers))
         width = layers[-1].num_out * config.dim
         self.heads = DomainHeads(spec, width, config.head_hidden, config.dropout, config.domain_feature)
+        self.plain_heads = config.make_plain_heads(spec)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
@@ -222,7 +223,7 @@ class GEM(Ranker):
             earlier.append(x)
         if self.only_vectors():
             return torch.cat(summaries, dim=1).flatten(1)
-        return self.heads(x.flatten(1), rows, batch)
+        return self.with_plain(self.heads(x.flatten(1), rows, batch), tokens, batch)
 
     def vectors_refusal(self) -> str | None:
         return WITHOUT_HISTORIES if self.history is None else None

@@ -21,13 +21,13 @@ from kernels.core import dispatch
 from kernels.jagged import jagged_concat, jagged_index_select
 from modules.batch import FeatureSpec, RequestBatch
 from modules.broadcast import CandidateRows, VendorTokens
-from modules.config import RankingConfig, SettledFlag, option
+from modules.config import option
 from modules.core.side_stream import SideStream
 from modules.layers.attention.rotary import rotation
 from modules.layers.embedding.tokens import Tokens
 from modules.layers.feed_forward.block import FeedForwardConfig
 from modules.layers.feed_forward.mlp import TaskHeads
-from modules.layers.feed_forward.plain_head import PlainHead
+from modules.layers.feed_forward.plain_head import PlainHeadConfig
 from modules.layers.interaction.jagged_feature_interaction import FeatureInteractionConfig
 from modules.layers.norms import add_rms_norm, rms_norm, row_norm
 from modules.layers.sequence.history import HistoryEncoder
@@ -40,7 +40,7 @@ from modules.models.interformer.arches import (
     Summary,
     places_of_ends,
 )
-from modules.models.ranking import LowerLogits, Ranker
+from modules.models.ranking import PlainLogits, Ranker
 
 
 class InterFormerLayer(nn.Module):
@@ -64,7 +64,7 @@ class InterFormerLayer(nn.Module):
         self.sequence = sequence
 
 
-class InterFormer(LowerLogits, Ranker):
+class InterFormer(PlainLogits, Ranker):
     """Logits [C, tasks] from tokens.
 
     `sequence_context` says which tokens inform the sequence:
@@ -88,8 +88,7 @@ class InterFormer(LowerLogits, Ranker):
     compression is computed once a vendor; the Interaction Arch, whose layers know two levels, runs over the vendors,
     each with a copy of its request's tokens. In the second form candidates have copies of theirs, as of the request's.
 
-    With `plain_head`, further heads read what memorises least and tells most on few rows (`PlainHead`). They have a
-    loss of their own in training; else logits are the mean of both.
+    With `plain_head`, further heads read what memorises least and tells most on few rows (`PlainHead`).
     """
 
     takes_vendors = True
@@ -98,7 +97,7 @@ class InterFormer(LowerLogits, Ranker):
     class Config(
         FeedForwardConfig,
         FeatureInteractionConfig,
-        RankingConfig,
+        PlainHeadConfig,
         SequenceSummary.Config,
         InteractionArch.Config,
         SequenceArch.Config,
@@ -109,10 +108,9 @@ class InterFormer(LowerLogits, Ranker):
         sequence_context: str = option("request", choices=["request", "candidate"])
         # what informs the other in a layer: both | the sequence the features | the features the sequence | neither
         information_flow: str = option("both", choices=["both", "s2n", "n2s", "none"])
-        plain_head: SettledFlag = False  # further heads of numbers and small tables; null: by the size of the data
 
         shared: ClassVar[frozenset[str]] = frozenset(
-            {"num_cls", "num_recent", "sequence_context", "jagged_interaction", "plain_head"}
+            {"num_cls", "num_recent", "sequence_context", "jagged_interaction"}
         )
         retired: ClassVar[dict[str, Any]] = {"dhen_layers": 1, "gate": "identity", "pffn_kron_terms": 0, "dcn_rank": 32}
         moved: ClassVar[dict[str, str]] = {
@@ -142,11 +140,6 @@ class InterFormer(LowerLogits, Ranker):
                 return (
                     "model.sequence_context=candidate: its sizes are read from the device; use "
                     "runtime.cuda_graphs=false or model.sequence_context=request"
-                )
-            if self.plain_head:
-                return (
-                    "model.plain_head=true: a graph returns the logits of the other heads alone; use "
-                    "runtime.cuda_graphs=false or model.plain_head=false"
                 )
             return super().graphs_refusal()
 
@@ -208,9 +201,7 @@ class InterFormer(LowerLogits, Ranker):
         self.head_cross = cross(config, num_tokens)
         candidate_width, request_width = (config.num_cls + config.num_pma) * config.dim, of_request * config.dim
         self.heads = TaskHeads(candidate_width, config.head_hidden, spec.num_outputs, config.dropout, request_width)
-        plain = config.plain_head and PlainHead.of(spec, config.dim, config.head_hidden, config.dropout)
-        self.plain_heads = plain or None
-        self.plain_logits: list[Tensor] = []
+        self.plain_heads = config.make_plain_heads(spec)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
@@ -248,30 +239,19 @@ class InterFormer(LowerLogits, Ranker):
         x = work.join(x)
         for layer, head_dim in zip(later, self.head_dims[1:], strict=True):
             context = x if self.per_candidate else torch.cat([request, sequence.ends[:, : self.num_cls]], dim=1)
-            for_cross, normed = layer.interaction.normed(x)
+            for_cross, normed, x = layer.interaction.normed(x)
             crossed = () if layer.cross is None else layer.cross(for_cross, None, sequence, offsets, rows)
             with SideStream(x, normed, *crossed) as work:
                 x = layer.interaction(x, None, crossed, rows, normed)
             sequence = layer.sequence(layer.summary(context), sequence, offsets, angles[head_dim], ends)
             x = work.join(x)
 
-        normed = rms_norm(x, dtype=dispatch.autocast_dtype(x))
+        normed, x = rms_norm(x, dtype=dispatch.autocast_dtype(x), beside=True)
         of_request, pooled = self.head_cross(normed, None, sequence, offsets, rows)
         if self.only_vectors():
             return of_request.flatten(1)
         of_candidate = torch.cat([self.head_summary(x), pooled], dim=1)
-        logits = self.heads(of_candidate.flatten(1), of_request.flatten(1), rows)
-        if self.plain_heads is None:
-            return logits
-        plain = self.plain_heads(tokens, CandidateRows.of(batch))
-        if self.training:
-            self.plain_logits = [plain]
-            return logits
-        return (logits + plain) / 2
-
-    def take_lower(self) -> list[tuple[float, Tensor]]:
-        made, self.plain_logits = self.plain_logits, []
-        return [(1.0, logits) for logits in made]
+        return self.with_plain(self.heads(of_candidate.flatten(1), of_request.flatten(1), rows), tokens, batch)
 
     def vectors_refusal(self) -> str | None:
         if self.per_candidate:

@@ -22,7 +22,7 @@ from modules.layers.interaction.wukong import WukongExperts
 from modules.layers.norms import rms_norm
 from modules.models.kunlun.config import KunlunConfig, check_events, stack_layers
 from modules.models.kunlun.stack import EventStack, EventTokens
-from modules.models.ranking import WITHOUT_HISTORIES, Ranker
+from modules.models.ranking import WITHOUT_HISTORIES, PlainLogits, Ranker
 
 
 class KunlunLayer(nn.Module):
@@ -95,7 +95,7 @@ class KunlunLayer(nn.Module):
         return self.block(self.experts(own, torch.cat(summaries, dim=1) if summaries else None, rows))
 
 
-class Kunlun(Ranker):
+class Kunlun(PlainLogits, Ranker):
     """Logits [C, tasks] from tokens.
 
     Everything about sequences but the candidates' attention to them runs at the R rows of requests: the PFFN's weights
@@ -144,6 +144,7 @@ class Kunlun(Ranker):
         self.heads = TaskHeads(
             layers[-1].experts.num_tokens * config.dim, config.head_hidden, spec.num_outputs, config.dropout
         )
+        self.plain_heads = config.make_plain_heads(spec)
 
     def forward(self, tokens: Tokens, batch: RequestBatch) -> Tensor:
         """Logits [C, tasks]."""
@@ -160,7 +161,7 @@ class Kunlun(Ranker):
         if self.only_vectors():
             summaries = [each.summary for each in events if each is not None and each.summary is not None]
             return torch.cat(summaries, dim=1).flatten(1)
-        return self.heads(x.flatten(1))
+        return self.with_plain(self.heads(x.flatten(1)), tokens, batch)
 
     def vectors_refusal(self) -> str | None:
         return None if self.stacks else WITHOUT_HISTORIES

@@ -122,7 +122,7 @@ def test_a_malformed_vector_names_its_row(tmp_path: Path, vector: list[Any], mes
     [
         (
             {"candidate_vectors": {"price": VectorConfig(3)}, "candidate_numeric": []},
-            "'price'.*expected a list type or text",
+            "'price'.*expected a list of single values or text",
         ),
         ({"candidate_numeric": ["image"]}, "'image' is a vector"),
         ({"request_vectors": {"image": VectorConfig(3)}}, "both name 'image'"),

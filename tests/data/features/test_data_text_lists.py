@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,12 @@ def lists_of(texts: list[str | None], separator: str) -> list[list[str | None]]:
         ("[1, 2,]", ["1", "2"]),
         ("[ 1.5  2\n -3 ]", ["1.5", "2", "-3"]),
         ("[1 2 3]", ["1", "2", "3"]),
+        ("[nan 2. 30.]", [None, "2", "30"]),
+        ("[ True False]", ["1", "0"]),
+        ("""['a, b' "it's"\n 'c']""", ["a, b", "it's", "c"]),
+        ("[1 None 'a b']", ["1", None, "a b"]),
+        ("()", []),
+        ("set()", []),
         ("[a, b c]", ["a", "b", "c"]),
         ("[]", []),
         ("[ ]", []),
@@ -81,10 +88,21 @@ def test_lists_that_a_separator_joins(text: str, separator: str, items: list[str
     assert lists_of([text], separator) == [items]
 
 
-@pytest.mark.parametrize("text", ["[[1, 2], [3]]", '{"a": 1}', "{'a': .5, 'b': 1}", '[{"a": 1}]', "([1], 2)"])
+@pytest.mark.parametrize(
+    "text", ["[[1, 2], [3]]", '{"a": 1}', "{'a': .5, 'b': 1}", '{"a":1}', '[{"a": 1}]', "([1], 2)"]
+)
 def test_lists_of_lists_and_mappings_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is a list of lists or a mapping, expected a list of single values"):
         lists_of(["[1]", text], "|")
+
+
+@pytest.mark.parametrize("items", [range(2000), "ab" * 1000])
+def test_lists_that_numpy_shortens_are_refused(items: Sequence[object]) -> None:
+    array = np.array(list(items))
+    for text in (str(array), np.array2string(array, separator=", ")):
+        with pytest.raises(ValueError, match=r"has \.\.\. in place of items"):
+            lists_of(["[1]", text], "|")
+    assert lists_of(["1|...", '["..."]'], "|") == [["1", "..."], ["..."]]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -20,7 +20,7 @@ from kernels.core.rows import Rows
 from kernels.testing import Compiled, Tolerance, assert_close_to_oracle, compile_ahead, poisoned_empty
 from tests.kernels.core.barriers import assert_turns_have_barriers_of_their_own
 from tests.kernels.core.descriptors import descriptor
-from tests.kernels.core.devices import HOPPER
+from tests.kernels.core.devices import on_hopper
 from tests.kernels.jagged.jagged_problems import offsets_of
 
 # Probabilities are rounded to the dtype of the values before their product, and so is the result.
@@ -227,8 +227,7 @@ CASES = {
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 @pytest.mark.parametrize("block_k", [64, 128])
 @pytest.mark.parametrize("name", CASES)
 def test_forward_matches_float64(name: str, block_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,8 +271,7 @@ def test_forward_matches_float64(name: str, block_k: int, monkeypatch: pytest.Mo
     assert torch.equal(lse, lse_again)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 def test_no_keys_at_all() -> None:
     q, k = (torch.randn(n, 2, 64, device="cuda", dtype=torch.bfloat16) for n in (10, 0))
     q_offsets, k_offsets = offsets_of([4, 6]).cuda(), offsets_of([0, 0]).cuda()
@@ -282,8 +280,7 @@ def test_no_keys_at_all() -> None:
     assert bool((lse == math.inf).all())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 def test_the_schedule_follows_offsets_that_change() -> None:
     """Outside of a CUDA graph, where it is cached, and in one, whose replays must not take an old one."""
     q = torch.randn(500, 2, 64, device="cuda", dtype=torch.bfloat16)

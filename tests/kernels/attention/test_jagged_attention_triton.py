@@ -26,6 +26,13 @@ from tests.kernels.attention.attention_cases import (
     with_targets,
 )
 from tests.kernels.core.devices import FROM_REGISTERS, PRODUCTS, SHARED_LIMITS, on_chips
+from tests.kernels.core.on_gpu import (
+    assert_more_than_2_to_the_31_elements,
+    assert_same_bits,
+    assert_views_are_as_copies,
+    memory_of,
+    without_waiting,
+)
 from tests.kernels.jagged.jagged_problems import offsets_of
 
 pytest.importorskip("triton")
@@ -246,25 +253,12 @@ def test_same_bits_every_time(name: str) -> None:
         )
         return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
 
-    first = run()
-    for _ in range(3):
-        assert all(torch.equal(one, other) for one, other in zip(first, run(), strict=True))
+    assert_same_bits(run)
 
 
 @gpu
 def test_views_with_strides_of_their_own() -> None:
-    offsets = offsets_of([130, 0, 7]).cuda()
-    q, k, v = torch.randn(137, 2, 3, 64, device="cuda", dtype=torch.bfloat16).requires_grad_().unbind(2)
-    attend = partial(jagged_attention, q_offsets=offsets, k_offsets=offsets, max_q=130, max_k=130, backend="triton")
-    # The gradient of a transposed product is not contiguous either.
-    out = attend(q, k, v)
-    grad = torch.randn(64, 2, 137, device="cuda", dtype=torch.bfloat16).permute(2, 1, 0)
-    leaves = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
-    plain = attend(*leaves)
-    assert torch.equal(out, plain)
-    actual = torch.autograd.grad(out, (q, k, v), grad)
-    for one, other in zip(actual, torch.autograd.grad(plain, leaves, grad.contiguous()), strict=True):
-        assert torch.equal(one, other)
+    assert_views_are_as_copies(partial(jagged_attention, backend="triton"))
 
 
 @gpu
@@ -273,39 +267,15 @@ def test_nothing_waits_for_the_device_and_memory_is_linear() -> None:
     inputs = inputs_of(offsets, offsets, (2, 2), (64, 64), torch.bfloat16, reach=10)
     leaves = [tensor.requires_grad_() for tensor in inputs.values()]
     attend = partial(jagged_attention, q_offsets=offsets, k_offsets=offsets, max_q=4000, max_k=4000, backend="triton")
-    torch.autograd.grad(attend(**inputs).sum(), leaves)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.autograd.grad(attend(**inputs).sum(), leaves)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     # A score for every pair of padded positions would be 128 GB, one for every pair of values 16 MB.
-    assert torch.cuda.max_memory_allocated() - before < 8e6
+    assert memory_of(lambda: torch.autograd.grad(attend(**inputs).sum(), leaves)) < 8e6
 
 
 @gpu
 def test_more_than_2_to_the_31_elements() -> None:
-    if torch.cuda.mem_get_info()[0] < 60e9:
-        pytest.skip("needs 60 GB")
-    rows, length, heads, width = 2**17, 65, 2, 128
-    total = rows * length
-    assert total * heads * width > 2**31
-    offsets = torch.arange(rows + 1, device="cuda") * length
-    q, k, v, grad = (torch.randn(total, heads, width, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    attend = partial(jagged_attention, max_q=length, max_k=length)
-    out = attend(*leaves, offsets, offsets, backend="triton")
-    actual = [out, *torch.autograd.grad(out, leaves, grad)]
-    for chosen in (slice(0, 3 * length), slice(total - 3 * length, total)):
-        some = [x.detach()[chosen].double().requires_grad_() for x in (q, k, v)]
-        expected = attend(*some, offsets[:4], offsets[:4], backend="reference")
-        for one, other in zip(
-            actual, [expected, *torch.autograd.grad(expected, some, grad[chosen].double())], strict=True
-        ):
-            assert float((one[chosen] - other).norm() / other.norm()) < 1e-2
+    assert_more_than_2_to_the_31_elements(
+        partial(jagged_attention, backend="triton"), partial(jagged_attention, backend="reference")
+    )
 
 
 @gpu
@@ -402,12 +372,7 @@ def test_flash_attention_4_in_a_layer(width: int) -> None:
         torch.use_deterministic_algorithms(False)
     close(bits[0])
     assert all(torch.equal(x, y) for one in bits[1:] for x, y in zip(bits[0], one, strict=True))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    without_waiting(step)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()

@@ -8,6 +8,12 @@ import torch
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
+
+def on_hopper(test: Any) -> Any:
+    """Marks a test that needs a Hopper GPU."""
+    return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")(test))
+
+
 # Bytes of shared memory that a program may use.
 SHARED_LIMITS = dict.fromkeys(("sm_90", "sm_100"), 227 * 1024)
 SHARED_LIMITS |= {"sm_80": 163 * 1024} | dict.fromkeys(("sm_86", "sm_89", "sm_120"), 99 * 1024)

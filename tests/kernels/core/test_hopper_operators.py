@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from kernels.attention import jagged_attention
 from kernels.gdpa import gdpa as activated_attention
-from tests.kernels.core.devices import HOPPER
+from tests.kernels.core.devices import on_hopper
+from tests.kernels.core.on_gpu import memory_of, without_waiting
 from tests.kernels.core.ungraded import ungraded
 from tests.kernels.jagged.jagged_problems import offsets_of
 
@@ -97,11 +98,7 @@ def test_a_result_without_a_gradient_is_no_error(name: str) -> None:
     assert alone or all(x.grad is None for x in tree_leaves(arguments) if isinstance(x, Tensor))
 
 
-hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-
-
-@pytest.mark.gpu
-@hopper
+@on_hopper
 @pytest.mark.parametrize("name", OPERATORS)
 def test_opcheck(name: str) -> None:
     with torch.device("cuda"):
@@ -109,18 +106,7 @@ def test_opcheck(name: str) -> None:
     torch.library.opcheck(operator_of(name), arguments)
 
 
-def without_waiting(step: Callable[[], object]) -> None:
-    step()  # which compiles, and that may wait
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-@hopper
+@on_hopper
 @pytest.mark.parametrize("name", OPERATORS)
 def test_nothing_waits_for_the_device(name: str) -> None:
     operator = operator_of(name)
@@ -136,8 +122,7 @@ def test_nothing_waits_for_the_device(name: str) -> None:
     without_waiting(step)
 
 
-@pytest.mark.gpu
-@hopper
+@on_hopper
 @pytest.mark.parametrize("name", ["softmax", "activation"])
 def test_memory_is_linear_in_the_number_of_values(name: str) -> None:
     with torch.device("cuda"):
@@ -152,10 +137,6 @@ def test_memory_is_linear_in_the_number_of_values(name: str) -> None:
             out = activated_attention(*leaves, offsets, offsets, score_scale=0.1, **fixed)
         torch.autograd.grad(out, leaves, torch.ones_like(out))
 
-    step()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    without_waiting(step)
     # A score for every pair of padded positions would be 64 GB. Gradients of queries are added up in rows of whole
     # tiles of 64: 34 MB here, where most rows are empty.
-    assert torch.cuda.max_memory_allocated() - before < 60e6
+    assert memory_of(step) < 60e6

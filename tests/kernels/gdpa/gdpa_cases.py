@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.testing import Tolerance
+from kernels.core.mask import Mask
+from kernels.core.rows import Rows
+from kernels.gdpa import gdpa, reference
+from kernels.testing import Tolerance, check_gradients, poisoned_empty
 from tests.kernels.attention.attention_cases import sees
+from tests.kernels.jagged.jagged_problems import offsets_of
 
 # float64 against float64: only the order of additions differs.
 EXACT = Tolerance("same arithmetic in another order", roundings=4, reduction=64, accumulate=torch.float64)
@@ -122,3 +127,58 @@ def oracle(
                 heads.append(weights @ v[where, shared] if where else v.new_zeros(v.shape[2]))
             out.append(torch.stack(heads))
     return torch.stack(out) if out else v.new_zeros(0, q.shape[1], v.shape[2])
+
+
+Case = tuple[tuple[list[int], list[int]], dict[str, Any]]
+"""Lengths of rows of queries and keys, and what is not as usual."""
+
+
+def problem(case: Case) -> tuple[list[Tensor], list[Any]]:
+    """(q, k, v) on a GPU, and the other arguments of a backend."""
+    (q_lengths, k_lengths), options = case
+    heads = options.get("heads", (4, 4))
+    width = options.get("width", 128)
+    offsets = offsets_of(q_lengths).cuda(), offsets_of(k_lengths, torch.int32).cuda()
+    inputs = inputs_of(*offsets, heads, (width, width), options.get("dtype", torch.bfloat16))
+    names = options.get("names", ("gelu_tanh",) * heads[0])
+    scales = options.get("scales", (1.3 * width**-0.5, 0.1))
+    rows = [Rows(own, max(lengths)) for own, lengths in zip(offsets, (q_lengths, k_lengths), strict=True)]
+    return list(inputs.values()), [*rows, names, *scales, Mask(False, *options.get("window", (-1, -1)))]
+
+
+def check_problem(case: Case) -> None:
+    """Output and gradients of the Hopper operator against the reference in float64, with poisoned memory."""
+    from kernels.gdpa.hopper import operators
+
+    (q, k, v), rest = problem(case)
+    names = ("queries", "keys", "activations", "score_scale", "out_scale", "mask")
+    call = dict(zip(names, rest, strict=True))
+    with poisoned_empty():
+        check_gradients(
+            partial(operators.gdpa, **call),
+            partial(reference.gdpa, **call),
+            {"q": q, "k": k, "v": v},
+            outputs(call["keys"].max_length),
+            gradients(max(call["queries"].max_length, call["keys"].max_length)),
+        )
+
+
+def check_shared(backend: str, length: int, width: int) -> None:
+    """Queries that all rows share, dense keys, and an index, on a GPU."""
+    q_offsets, index = offsets_of([30, 0, 100, 7]).cuda(), torch.tensor([0, 0, 2, 2], device="cuda")
+    k_offsets = torch.tensor([0, 3 * length], device="cuda")
+    inputs = inputs_of(q_offsets, k_offsets, (2, 2), (width, width), torch.bfloat16)
+    dense = {name: inputs[name].view(3, length, 2, width) for name in ("k", "v")}
+    for call in (
+        {"q_offsets": q_offsets, "kv_index": index},
+        {"q_offsets": None},
+        {"q_offsets": None, "kv_index": index},
+    ):
+        fixed = {"k_offsets": None, "max_q": 2 * 137, "max_k": length, "score_scale": 0.1, **call}
+        check_gradients(
+            partial(gdpa, **fixed, backend=backend),
+            partial(gdpa, **fixed, backend="reference"),
+            {"q": inputs["q"], **dense},
+            outputs(length),
+            gradients(3 * 137),
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,18 +10,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.core.mask import NO_MASK, Mask
+from kernels.core.mask import NO_MASK
 from kernels.core.rows import Rows
-from kernels.gdpa import ACTIVATIONS, gdpa, reference
+from kernels.gdpa import ACTIVATIONS, reference
 from kernels.gdpa.hopper import backward as hopper_backward
 from kernels.gdpa.hopper import forward as hopper_forward
-from kernels.gdpa.hopper import operators
 from kernels.gdpa.hopper.activations import head_kinds
-from kernels.testing import Compiled, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
+from kernels.testing import Compiled, assert_close_to_oracle, compile_ahead, poisoned_empty
 from tests.kernels.core.barriers import assert_turns_have_barriers_of_their_own
 from tests.kernels.core.descriptors import descriptor
-from tests.kernels.core.devices import HOPPER
-from tests.kernels.gdpa.gdpa_cases import gradients, inputs_of, outputs
+from tests.kernels.core.devices import on_hopper
+from tests.kernels.gdpa.gdpa_cases import Case, check_problem, check_shared, outputs, problem
 from tests.kernels.jagged.jagged_problems import offsets_of
 
 SHARED_LIMIT = 227 * 1024
@@ -190,7 +189,7 @@ SHORT = lengths_of(200, 70, 5), lengths_of(200, 300, 6)
 EMPTY = [0, 0, 0, 130, 0] * 40, [90, 0, 300, 260, 0] * 40
 # No more than two key tiles to a row.
 PAIRS = lengths_of(200, 256, 7), lengths_of(200, 256, 8)
-CASES: dict[str, tuple[tuple[list[int], list[int]], dict[str, Any]]] = {
+CASES: dict[str, Case] = {
     **{name: (RANDOM, {"names": (name,) * 4}) for name in ACTIVATIONS},
     "odd": (ODD, {}),
     "one row": (([3], [2]), {}),
@@ -217,34 +216,19 @@ CASES: dict[str, tuple[tuple[list[int], list[int]], dict[str, Any]]] = {
 }
 
 
-def problem(name: str) -> tuple[list[torch.Tensor], list[Any]]:
-    """(q, k, v) and the other arguments of `forward`."""
-    (q_lengths, k_lengths), options = CASES[name]
-    heads = options.get("heads", (4, 4))
-    width = options.get("width", 128)
-    offsets = offsets_of(q_lengths).cuda(), offsets_of(k_lengths, torch.int32).cuda()
-    inputs = inputs_of(*offsets, heads, (width, width), options.get("dtype", torch.bfloat16))
-    names = options.get("names", ("gelu_tanh",) * heads[0])
-    scales = options.get("scales", (1.3 * width**-0.5, 0.1))
-    rows = [Rows(own, max(lengths)) for own, lengths in zip(offsets, (q_lengths, k_lengths), strict=True)]
-    return list(inputs.values()), [*rows, names, *scales, Mask(False, *options.get("window", UNLIMITED))]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 @pytest.mark.parametrize("block_k", [64, 128])
 @pytest.mark.parametrize("name", CASES)
 def test_forward_matches_float64(name: str, block_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_forward, "block_of_keys", lambda *arguments: block_k)
-    inputs, rest = problem(name)
+    inputs, rest = problem(CASES[name])
     with poisoned_empty():
         runs = [hopper_forward.forward(*inputs, *rest) for _ in range(3)]
     assert_close_to_oracle(runs[0], reference.gdpa(*(x.double() for x in inputs), *rest), outputs(rest[1].max_length))
     assert all(torch.equal(runs[0], other) for other in runs[1:]), "runs differ"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 def test_forward_reads_views_of_a_fused_projection() -> None:
     fused = torch.randn(405, 3, 4, 128, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
     q, k, v = fused.unbind(1)
@@ -254,30 +238,18 @@ def test_forward_reads_views_of_a_fused_projection() -> None:
     assert torch.equal(out, hopper_forward.forward(*(x.contiguous() for x in (q, k, v)), *rest))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 @pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("runs", "many tiles")])
 def test_gradients_match_float64(name: str, uneven: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_backward, "short_and_uneven", lambda *arguments: uneven)
-    (q, k, v), rest = problem(name)
-    names = ("queries", "keys", "activations", "score_scale", "out_scale", "mask")
-    call = dict(zip(names, rest, strict=True))
-    with poisoned_empty():
-        check_gradients(
-            partial(operators.gdpa, **call),
-            partial(reference.gdpa, **call),
-            {"q": q, "k": k, "v": v},
-            outputs(call["keys"].max_length),
-            gradients(max(call["queries"].max_length, call["keys"].max_length)),
-        )
+    check_problem(CASES[name])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 @pytest.mark.parametrize("name", ["grouped", "short rows", "pairs", "window 50 -1"])
 def test_gradients_have_equal_bits_in_every_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (q, k, v), rest = problem(name)
+    (q, k, v), rest = problem(CASES[name])
     grad = torch.randn(q.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(q.dtype)
     results = []
     for uneven in (False, True):  # the order of sums is the same
@@ -287,8 +259,7 @@ def test_gradients_have_equal_bits_in_every_run(name: str, monkeypatch: pytest.M
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 def test_gradients_of_a_sum_have_no_strides() -> None:
     (q, k, v), rest = problem("odd")
     grad = torch.ones(1, 1, 1, device="cuda", dtype=q.dtype).expand(q.shape)
@@ -300,29 +271,12 @@ def test_gradients_of_a_sum_have_no_strides() -> None:
         assert torch.equal(ours, expected)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 def test_shared_queries_dense_keys_and_an_index() -> None:
-    q_offsets, index = offsets_of([30, 0, 100, 7]).cuda(), torch.tensor([0, 0, 2, 2], device="cuda")
-    inputs = inputs_of(q_offsets, torch.tensor([0, 510], device="cuda"), (2, 2), (128, 128), torch.bfloat16)
-    dense = {name: inputs[name].view(3, 170, 2, 128) for name in ("k", "v")}
-    for call in (
-        {"q_offsets": q_offsets, "kv_index": index},
-        {"q_offsets": None},
-        {"q_offsets": None, "kv_index": index},
-    ):
-        fixed = {"k_offsets": None, "max_q": 2 * 137, "max_k": 170, "score_scale": 0.1, **call}
-        check_gradients(
-            partial(gdpa, **fixed, backend="hopper"),
-            partial(gdpa, **fixed, backend="reference"),
-            {"q": inputs["q"], **dense},
-            outputs(170),
-            gradients(3 * 137),
-        )
+    check_shared("hopper", 170, 128)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 def test_gradients_of_views_of_a_fused_projection() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     fused = torch.randn(405, 3, 4, 128, device="cuda", generator=generator).bfloat16()

@@ -13,7 +13,7 @@ from kernels.bench.cases import gdpa as bench
 from kernels.core import scheduling
 from kernels.gdpa.hopper import forward
 from kernels.gdpa.hopper.tiles import dealt_tile, num_turns
-from tests.kernels.core.devices import HOPPER
+from tests.kernels.core.devices import on_hopper
 from tests.kernels.gdpa.gdpa_cases import inputs_of
 from tests.kernels.jagged.jagged_problems import offsets_of
 
@@ -73,8 +73,7 @@ def _count_kernel(schedule, counts, num_heads, RUN: gl.constexpr):
     gl.store(counts + gl.program_id(0), total)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 @pytest.mark.parametrize("kind", ["self_jagged", "self_heavy_tailed"])
 @pytest.mark.parametrize("run", [1, forward.RUN])
 def test_programs_on_the_device_get_what_was_dealt(kind: str, run: int) -> None:
@@ -86,8 +85,7 @@ def test_programs_on_the_device_get_what_was_dealt(kind: str, run: int) -> None:
     assert counts.tolist() == as_dealt(tiles_of(kind), run)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 def test_every_line_of_the_ablation_computes_the_same() -> None:
     queries, keys = (lengths[:200] for lengths in lengths_of("self_jagged"))
     offsets = [offsets_of(lengths).cuda() for lengths in (queries, keys)]
@@ -98,8 +96,7 @@ def test_every_line_of_the_ablation_computes_the_same() -> None:
     assert float((polynomial - first).float().norm() / first.float().norm()) < bench.LIMIT
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 def test_layers_share_a_schedule() -> None:
     offsets = offsets_of([100, 300, 5]).cuda()
     numbers = (405, 300, BLOCK_Q, BLOCK_K)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,15 +14,14 @@ from kernels.core.rows import Rows
 from kernels.gdpa import reference
 from kernels.gdpa.hopper import backward as hopper_backward
 from kernels.gdpa.hopper import forward as hopper_forward
-from kernels.gdpa.hopper import operators
 from kernels.gdpa.triton import activations, launch
 from kernels.gdpa.triton import backward as triton_backward
 from kernels.gdpa.triton import forward as triton_forward
 from kernels.gdpa.triton import short as triton_short
-from kernels.testing import Compiled, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
-from tests.kernels.core.devices import HOPPER, PRODUCTS, SHARED_LIMITS
+from kernels.testing import Compiled, assert_close_to_oracle, compile_ahead, poisoned_empty
+from tests.kernels.core.devices import PRODUCTS, SHARED_LIMITS, on_hopper
 from tests.kernels.core.interpreting import interpret
-from tests.kernels.gdpa.gdpa_cases import gradients, inputs_of, outputs
+from tests.kernels.gdpa.gdpa_cases import Case, check_problem, gradients, inputs_of, outputs, problem
 from tests.kernels.jagged.jagged_problems import offsets_of
 
 UNLIMITED = (-1, -1)
@@ -153,7 +149,7 @@ def test_rows_are_likely_short_where_the_mean_is_far_below_the_longest(
 SHORT = heavy(300, 8, LIMIT, 0), heavy(300, 8, LIMIT, 1)
 BOTH = heavy(300, 12, 300, 2), heavy(300, 12, 300, 3)
 LONG = [65, 300, 0, 100, 1] * 20, [65, 129, 70, 0, 200] * 20
-CASES: dict[str, tuple[tuple[list[int], list[int]], dict[str, Any]]] = {
+CASES: dict[str, Case] = {
     "edges": (EDGES, {}),
     "all short": (SHORT, {}),
     "short and long": (BOTH, {}),
@@ -172,49 +168,24 @@ CASES: dict[str, tuple[tuple[list[int], list[int]], dict[str, Any]]] = {
 }
 
 
-def problem(name: str) -> tuple[list[torch.Tensor], list[Any]]:
-    """(q, k, v) and the other arguments of `forward`."""
-    (q_lengths, k_lengths), options = CASES[name]
-    heads = options.get("heads", (4, 4))
-    width = options.get("width", 128)
-    offsets = offsets_of(q_lengths).cuda(), offsets_of(k_lengths, torch.int32).cuda()
-    inputs = inputs_of(*offsets, heads, (width, width), options.get("dtype", torch.bfloat16))
-    names = options.get("names", ("gelu_tanh",) * heads[0])
-    scales = options.get("scales", (1.3 * width**-0.5, 0.1))
-    rows = [Rows(own, max(lengths)) for own, lengths in zip(offsets, (q_lengths, k_lengths), strict=True)]
-    return list(inputs.values()), [*rows, names, *scales, Mask(False, *options.get("window", UNLIMITED))]
-
-
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short rows go to their kernels however few they are."""
     monkeypatch.setattr(triton_short, "limit_of", lambda *arguments: LIMIT)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_match_float64(name: str) -> None:
-    (q, k, v), rest = problem(name)
-    names = ("queries", "keys", "activations", "score_scale", "out_scale", "mask")
-    call = dict(zip(names, rest, strict=True))
-    with poisoned_empty():
-        check_gradients(
-            partial(operators.gdpa, **call),
-            partial(reference.gdpa, **call),
-            {"q": q, "k": k, "v": v},
-            outputs(call["keys"].max_length),
-            gradients(max(call["queries"].max_length, call["keys"].max_length)),
-        )
+    check_problem(CASES[name])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("name", ["short and long", "grouped", "window 20 3"])
 def test_runs_give_equal_bits(name: str) -> None:
-    (q, k, v), rest = problem(name)
+    (q, k, v), rest = problem(CASES[name])
     grad = torch.randn(q.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(q.dtype)
     first, *others = (
         (hopper_forward.forward(q, k, v, *rest), *hopper_backward.backward(grad, q, k, v, *rest)) for _ in range(10)
@@ -223,8 +194,7 @@ def test_runs_give_equal_bits(name: str) -> None:
         assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 @pytest.mark.usefixtures("shared")
 def test_views_are_read_in_place() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
@@ -245,7 +215,7 @@ def test_views_are_read_in_place() -> None:
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("name", ["edges", "short and long", "grouped", "window 20 3"])
 def test_other_rows_go_to_the_triton_kernels_too(name: str) -> None:
-    inputs, rest = problem(name)
+    inputs, rest = problem(CASES[name])
     grad = torch.randn(inputs[0].shape, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     exact = [x.double().requires_grad_() for x in inputs]
     expected = reference.gdpa(*exact, *rest)

@@ -19,7 +19,14 @@ from kernels.gdpa import ACTIVATIONS, gdpa
 from kernels.testing import Compiled, check_gradients, compile_ahead, poisoned_empty
 from tests.kernels.attention.attention_cases import STRUCTURES, with_targets
 from tests.kernels.core.devices import FROM_REGISTERS, PRODUCTS, SHARED_LIMITS, on_chips
-from tests.kernels.gdpa.gdpa_cases import gradients, inputs_of, outputs, table_gradients
+from tests.kernels.core.on_gpu import (
+    assert_more_than_2_to_the_31_elements,
+    assert_same_bits,
+    assert_views_are_as_copies,
+    memory_of,
+    with_gradients,
+)
+from tests.kernels.gdpa.gdpa_cases import check_shared, gradients, inputs_of, outputs, table_gradients
 from tests.kernels.jagged.jagged_problems import offsets_of
 
 pytest.importorskip("triton")
@@ -263,54 +270,23 @@ def test_widths(name: str, widths: tuple[int, int]) -> None:
     check(name, (2, 1), widths, torch.float32, "cuda")
 
 
-def gradients_of(attend: Any, leaves: list[Tensor], grad: Tensor | None = None) -> list[Tensor]:
-    out = attend(*leaves)
-    return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out) if grad is None else grad)]
-
-
 @gpu
 def test_same_bits_every_time() -> None:
     offsets = offsets_of([0, 700, 1, 300, 0, 1000]).cuda()
     leaves = [x.requires_grad_() for x in inputs_of(offsets, offsets, (4, 2), (64, 64), torch.bfloat16).values()]
     fixed = {"q_offsets": offsets, "k_offsets": offsets, "max_q": 1000, "max_k": 1000, "score_scale": 0.1}
     attend = partial(gdpa, **fixed, activation=MIXED, backend="triton")
-    first = gradients_of(attend, leaves)
-    for _ in range(3):
-        assert all(torch.equal(one, other) for one, other in zip(first, gradients_of(attend, leaves), strict=True))
+    assert_same_bits(partial(with_gradients, attend, leaves))
 
 
 @gpu
 def test_views_with_strides_of_their_own() -> None:
-    offsets = offsets_of([130, 0, 7]).cuda()
-    q, k, v = torch.randn(137, 2, 3, 64, device="cuda", dtype=torch.bfloat16).requires_grad_().unbind(2)
-    fixed = {"q_offsets": offsets, "k_offsets": offsets, "max_q": 130, "max_k": 130, "score_scale": 0.1}
-    attend = partial(gdpa, **fixed, backend="triton")
-    # The gradient of a transposed product is not contiguous either.
-    grad = torch.randn(64, 2, 137, device="cuda", dtype=torch.bfloat16).permute(2, 1, 0)
-    plain = [x.detach().contiguous().requires_grad_() for x in (q, k, v)]
-    expected = gradients_of(attend, plain, grad.contiguous())
-    for one, other in zip(gradients_of(attend, [q, k, v], grad), expected, strict=True):
-        assert torch.equal(one, other)
+    assert_views_are_as_copies(partial(gdpa, score_scale=0.1, backend="triton"))
 
 
 @gpu
 def test_shared_queries_dense_keys_and_an_index() -> None:
-    q_offsets, index = offsets_of([30, 0, 100, 7]).cuda(), torch.tensor([0, 0, 2, 2], device="cuda")
-    inputs = inputs_of(q_offsets, torch.tensor([0, 210], device="cuda"), (2, 2), (64, 64), torch.bfloat16)
-    dense = {name: inputs[name].view(3, 70, 2, 64) for name in ("k", "v")}
-    for call in (
-        {"q_offsets": q_offsets, "kv_index": index},
-        {"q_offsets": None},
-        {"q_offsets": None, "kv_index": index},
-    ):
-        fixed = {"k_offsets": None, "max_q": 2 * 137, "max_k": 70, "score_scale": 0.1, **call}
-        check_gradients(
-            partial(gdpa, **fixed, backend="triton"),
-            partial(gdpa, **fixed, backend="reference"),
-            {"q": inputs["q"], **dense},
-            outputs(70),
-            gradients(3 * 137),
-        )
+    check_shared("triton", 70, 64)
 
 
 @gpu
@@ -320,37 +296,14 @@ def test_nothing_waits_for_the_device_and_memory_is_linear() -> None:
     index = torch.arange(1000, device="cuda")
     fixed = {"q_offsets": offsets, "k_offsets": offsets, "max_q": 4000, "max_k": 4000, "score_scale": 0.1}
     attend = partial(gdpa, **fixed, kv_index=index, activation=("gelu", "silu"), backend="triton")
-    gradients_of(attend, leaves)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        gradients_of(attend, leaves)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     # A score for every pair of padded positions would be 64 GB, one for every pair of values 16 MB.
-    assert torch.cuda.max_memory_allocated() - before < 8e6
+    assert memory_of(partial(with_gradients, attend, leaves)) < 8e6
 
 
 @gpu
 def test_more_than_2_to_the_31_elements() -> None:
-    if torch.cuda.mem_get_info()[0] < 60e9:
-        pytest.skip("needs 60 GB")
-    rows, length, heads, width = 2**17, 65, 2, 128
-    total = rows * length
-    assert total * heads * width > 2**31
-    offsets = torch.arange(rows + 1, device="cuda") * length
-    q, k, v, grad = (torch.randn(total, heads, width, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    fixed = {"max_q": length, "max_k": length, "score_scale": 0.1}
-    attend = partial(gdpa, q_offsets=offsets, k_offsets=offsets, **fixed, backend="triton")
-    actual = gradients_of(attend, leaves, grad)
-    for chosen in (slice(0, 3 * length), slice(total - 3 * length, total)):
-        some = [x.detach()[chosen].double().requires_grad_() for x in (q, k, v)]
-        attend = partial(gdpa, q_offsets=offsets[:4], k_offsets=offsets[:4], **fixed, backend="reference")
-        for one, other in zip(actual, gradients_of(attend, some, grad[chosen].double()), strict=True):
-            assert float((one[chosen] - other).norm() / other.norm()) < 1e-2
+    attend = partial(gdpa, score_scale=0.1)
+    assert_more_than_2_to_the_31_elements(partial(attend, backend="triton"), partial(attend, backend="reference"))
 
 
 @gpu

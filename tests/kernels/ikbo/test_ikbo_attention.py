@@ -14,10 +14,8 @@ from kernels.core import dispatch
 from kernels.ikbo import joint_attention, nested_offsets, stacked_linear, target_attention
 from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, poisoned_empty
 from tests.kernels.attention.attention_cases import gradients, outputs
-from tests.kernels.core.devices import HOPPER
+from tests.kernels.core.devices import on_hopper
 from tests.kernels.jagged.jagged_problems import offsets_of
-
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
 
 # Candidates and keys of each request.
 COUNTS = {
@@ -218,7 +216,6 @@ def gpu_operands(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) 
     return [torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes]
 
 
-@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("seeds", [1, 32, 64])
@@ -237,7 +234,6 @@ def test_hopper_matches_every_candidate_by_itself(case: str, seeds: int, index_d
     compare(ours, lambda q, k, v: oracle(q, k, v, counts, lengths, None), inputs)
 
 
-@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("case", GPU_COUNTS)
@@ -246,7 +242,6 @@ def test_hopper_joint_attention_matches_each_group(case: str, head_dim: int) -> 
     compare_joint([lengths, [64 * count for count in counts]], lengths, 2, head_dim)
 
 
-@pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize("case", ["odd", "uneven", "huge among empties"])
 def test_hopper_joint_attention_of_groups_that_lack_requests(case: str) -> None:

@@ -17,7 +17,8 @@ from kernels.ikbo import joint_attention, tree_attention
 from kernels.ikbo.hopper import attention as hopper_attention
 from kernels.ikbo.hopper import tree as hopper_tree
 from kernels.testing import Tolerance, check_gradients
-from tests.kernels.ikbo.test_ikbo_attention import compare, gpu_operands, on_hopper
+from tests.kernels.core.devices import on_hopper
+from tests.kernels.ikbo.test_ikbo_attention import compare, gpu_operands
 from tests.kernels.jagged.jagged_problems import offsets_of
 
 # Vendors of each user, ads of each vendor, keys of each user, keys of each vendor.

@@ -14,11 +14,10 @@ from kernels.ikbo.hopper.lce_tiles import CHUNK, num_tiles
 from kernels.ikbo.hopper.lce_weight import weight_gradient
 from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, compile_ahead, poisoned_empty
 from tests.kernels.core.descriptors import descriptor
-from tests.kernels.core.devices import HOPPER
+from tests.kernels.core.devices import on_hopper
 from tests.kernels.core.interpreting import interpret
 from tests.kernels.ikbo.lce_cases import Case, call
 
-needs_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 SHARED_LIMIT = 227 * 1024
 INSTRUCTIONS = ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg.inc")
 
@@ -123,8 +122,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [*((shape, torch.float16) for shape in SHAPES), ("two candidates each", torch.bfloat16)],
@@ -141,8 +139,7 @@ def test_against_the_reference(shape: str, dtype: torch.dtype) -> None:
         )
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper
 def test_runs_give_equal_bits() -> None:
     tensors = SHAPES["published"].inputs("cuda", torch.float16)
     arguments = tensors["candidate"], tensors["w_candidate"], tensors["user_0"], tensors["w_user_0"]
@@ -153,8 +150,7 @@ def test_runs_give_equal_bits() -> None:
         assert torch.equal(weight_gradient(out, tensors["candidate"]), gradient)
 
 
-@pytest.mark.gpu
-@needs_hopper
+@on_hopper
 def test_entries_do_not_reach_into_each_other() -> None:
     """Tokens are not a multiple of what the kernel loads at once: what lies behind an entry's must not matter."""
     generator = torch.Generator("cuda").manual_seed(0)

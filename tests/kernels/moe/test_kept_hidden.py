@@ -17,14 +17,12 @@ from kernels.moe.hopper import experts as fused
 from kernels.moe.hopper import hidden
 from kernels.moe.hopper import swiglu_quantized as hopper
 from kernels.moe.reference import capacity_of
-from tests.kernels.core.devices import HOPPER
+from tests.kernels.core.devices import on_hopper
 from tests.kernels.moe import moe_standins
 from tests.kernels.moe.moe_cases import layer, random
 from tests.kernels.moe.test_moe_fused import on_cpu, one_at_a_time, qualities
 
 __all__ = ["on_cpu"]  # a fixture
-
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 
 def kept(x: Tensor) -> Tensor:
@@ -120,7 +118,6 @@ def test_many_rows_come_in_two_parts(on_cpu: None, monkeypatch: pytest.MonkeyPat
 
 
 @on_hopper
-@pytest.mark.gpu
 @pytest.mark.parametrize("group", [32, 128])
 def test_gpu_codes_of_blocks_of_every_kind(group: int) -> None:
     x = blocks_of_every_kind()
@@ -134,7 +131,6 @@ def test_gpu_codes_of_blocks_of_every_kind(group: int) -> None:
 
 
 @on_hopper
-@pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_g128"])
 def test_gpu_many_rows_come_in_two_parts(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     chosen, leaves, upstream = layer(3000, 256, 384, 5, 2)

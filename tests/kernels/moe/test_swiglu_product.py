@@ -18,11 +18,8 @@ from kernels.mxfp8.hopper.quantize import weights
 from kernels.mxfp8.hopper.quantize.pairs import codes_layout
 from kernels.testing import compile_ahead, poisoned_empty
 from tests.kernels.core.descriptors import descriptor
-from tests.kernels.core.devices import HOPPER
+from tests.kernels.core.devices import on_hopper
 from tests.kernels.moe.moe_cases import random, routing
-
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-
 
 CODES = f"tensordesc<i16[64, 64],{codes_layout()!r}>"
 QUANTIZED = {
@@ -114,7 +111,6 @@ def parts_of(results: hidden.Hidden, end: int) -> list[torch.Tensor]:
 
 
 @on_hopper
-@pytest.mark.gpu
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(("group", "uneven"), [(0, False), (128, False), (128, True)])
 @pytest.mark.parametrize(
@@ -146,7 +142,6 @@ def test_gpu_is_the_two_passes_bit_for_bit(
 
 
 @on_hopper
-@pytest.mark.gpu
 def test_gpu_broken_rows_stay_broken() -> None:
     """A NaN or an infinity in a row spoils that row of the result and of what is kept, and no other."""
     permutation = route.permutation(torch.zeros(256, 1, dtype=torch.int64).cuda(), 1)

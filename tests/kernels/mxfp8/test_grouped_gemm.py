@@ -18,11 +18,10 @@ from kernels.mxfp8.hopper.grouped import bf16, dequantize_ahead
 from kernels.mxfp8.hopper.quantize import operators as quantize
 from kernels.mxfp8.triton import scales as triton_grouped
 from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, poisoned_empty
-from tests.kernels.core.devices import HOPPER
+from tests.kernels.core.devices import on_hopper
 from tests.kernels.core.interpreting import interpret
+from tests.kernels.core.on_gpu import without_waiting
 from tests.kernels.mxfp8.grouped_sizes import ALIGNED, RAGGED
-
-hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 
 def codes_of(*shape: int, device: str = "cpu", seed: int = 0) -> Tensor:
@@ -90,8 +89,7 @@ def in_order(values: Tensor) -> Tensor:
     return values.unflatten(-1, (-1, 4, 2, 4, 2)).movedim(-2, -4).flatten(-5)
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("lines", [1, 37, 300])
 def test_codes_are_dequantised_exactly(lines: int) -> None:
     codes = torch.arange(256, dtype=torch.uint8).repeat(lines).view(lines, 256)
@@ -103,8 +101,7 @@ def test_codes_are_dequantised_exactly(lines: int) -> None:
     assert torch.equal(values.double(), values_of(Quantized(codes, scales)))
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 def test_the_smallest_and_the_broken_scale() -> None:
     codes = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).cuda()[None, :64].contiguous()
     values = in_order(dequantize.dequantize_interleaved(codes, torch.tensor([[0, 255]], dtype=torch.uint8).cuda()))
@@ -162,8 +159,7 @@ FP8_SUMS = Tolerance(
 )
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", [*ALIGNED.values(), *RAGGED.values()], ids=str)
 def test_bf16_products_and_gradients(sizes: list[int], transposed: bool) -> None:
@@ -181,8 +177,7 @@ def test_bf16_products_and_gradients(sizes: list[int], transposed: bool) -> None
         check_gradients(function, oracle, {"x": x, "weight": weight}, ROUNDED)
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("sizes", ALIGNED.values(), ids=str)
 @pytest.mark.parametrize(("n", "k"), [(320, 576), (1024, 2048), (64, 64)])
 def test_bf16_weight_gradients(sizes: list[int], n: int, k: int) -> None:
@@ -195,8 +190,7 @@ def test_bf16_weight_gradients(sizes: list[int], n: int, k: int) -> None:
             assert_close_to_oracle(bf16.grouped_wgrad(dy, x, ends, dtype), oracle, ROUNDED)
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("sizes", ALIGNED.values(), ids=str)
@@ -218,8 +212,7 @@ def test_quantised_products(sizes: list[int], group: int, square: bool) -> None:
     assert torch.equal(out, again)
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize(
     "sizes", [*ALIGNED.values(), [0] * 40, [128] * 20 + [0] * 30], ids=lambda sizes: str(sizes[:6])
 )
@@ -237,8 +230,7 @@ def test_codes_that_are_dequantised_ahead_are_those_that_were_before(sizes: list
     assert not counters.counter(ends.device, dequantize_ahead.COUNTS + experts).any()
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -268,8 +260,7 @@ def test_quantised_weight_gradients(
     assert torch.equal(out, again)
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 def test_operators_are_well_formed() -> None:
     sizes = [128, 0, 64]
     x, dy, weight, ends = random(200, 64), random(200, 128), random(3, 128, 64), ends_of(sizes)
@@ -278,8 +269,7 @@ def test_operators_are_well_formed() -> None:
     torch.library.opcheck(operators._grouped_wgrad.definition, (dy, x, ends))
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 def test_operands_that_tma_cannot_address_are_copied() -> None:
     ends = ends_of([100, 28])
     memory = random(128 * 192 + 1)[1:]
@@ -290,23 +280,15 @@ def test_operands_that_tma_cannot_address_are_copied() -> None:
     assert out.shape == (128, 64)
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 def test_nothing_waits_for_the_device() -> None:
     sizes, n, k = [256, 0, 128], 128, 256
     x, weight, ends = random(512, k).requires_grad_(), random(3, n, k).requires_grad_(), ends_of(sizes)
     choice = dispatch.choose("grouped_mm", "hopper", x, in_features=k, out_features=n)
-    choice(x, weight, ends).sum().backward()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        choice(x, weight, ends).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    without_waiting(lambda: choice(x, weight, ends).sum().backward())
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 def test_graphs_replayed_beside_each_other_count_their_own_tiles(recipe: str) -> None:
     sizes = [768, 0, 128, 3072]
@@ -336,8 +318,7 @@ def test_graphs_replayed_beside_each_other_count_their_own_tiles(recipe: str) ->
     assert int(counters.counter(x.device)[0]) == 0
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 def test_a_launch_may_be_the_first_work_of_a_thread() -> None:
     sizes = [128, 64]
     x, weight, ends = random(sum(sizes), 512), random(2, 256, 512), ends_of(sizes)

@@ -15,6 +15,7 @@ from kernels.mxfp8.hopper.grouped import bf16
 from kernels.mxfp8.hopper.grouped import pieces as grouped_pieces
 from kernels.mxfp8.triton import pieces
 from kernels.testing import poisoned_empty
+from tests.kernels.core.devices import on_hopper
 from tests.kernels.core.interpreting import interpret
 from tests.kernels.mxfp8.grouped_sizes import ALIGNED, RAGGED
 from tests.kernels.mxfp8.test_grouped_gemm import (
@@ -22,7 +23,6 @@ from tests.kernels.mxfp8.test_grouped_gemm import (
     _check,
     codes_of,
     ends_of,
-    hopper,
     random,
     scales_of,
     sums,
@@ -117,8 +117,7 @@ def test_weight_gradients_of_few_tiles_are_cut() -> None:
             assert grouped_pieces.parts_of(n, k, steps, groups, tile, longest_first, 132) == 1
 
 
-@hopper
-@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("parts", [1, 3, 16])
 @pytest.mark.parametrize("sizes", [*ALIGNED.values(), *SKEWED.values()], ids=str)
 def test_gpu_weight_gradients_in_pieces(monkeypatch: pytest.MonkeyPatch, sizes: list[int], parts: int) -> None:

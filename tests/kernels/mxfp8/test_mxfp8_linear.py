@@ -11,7 +11,7 @@ from kernels import mxfp8
 from kernels.core import dispatch
 from kernels.mxfp8.grouped import BYTES, VALUES, Quantized, matrix_scales
 from kernels.testing import Tolerance, assert_close_to_oracle, poisoned_empty
-from tests.kernels.core.devices import HOPPER
+from tests.kernels.core.devices import on_hopper
 
 pytest.importorskip("triton")
 from kernels.mxfp8.hopper import linear as hopper
@@ -23,7 +23,6 @@ from tests.kernels.mxfp8.test_grouped_gemm import FP8_SUMS
 N, K = 384, 256
 ROUNDED = Tolerance("float32 sums of up to 300 products, a result rounded before its bias and after", roundings=2)
 GPU_SUMS = Tolerance(f"{FP8_SUMS.reason}, and of a sum with the bias", roundings=FP8_SUMS.roundings + 1)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -133,7 +132,6 @@ def test_which_layers_are_served() -> None:
 
 
 @on_hopper
-@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 128, 300, 1000])
 def test_gpu_codes_bit_for_bit(rows: int) -> None:
     x = (random(rows, K) * torch.exp2(torch.randint(-9, 9, (rows, 1)).float())).bfloat16()
@@ -146,7 +144,6 @@ def test_gpu_codes_bit_for_bit(rows: int) -> None:
 
 
 @on_hopper
-@pytest.mark.gpu
 @pytest.mark.parametrize(("n", "k"), [(N, K), (1024, 1024), (3072, 512)])
 @pytest.mark.parametrize("rows", [1, 300, 4096])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -158,7 +155,6 @@ def test_gpu_products(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
 
 
 @on_hopper
-@pytest.mark.gpu
 def test_gpu_graphs_quantise_the_weights_of_each_replay() -> None:
     x, weight = (random(*shape).cuda().requires_grad_() for shape in ((300, K), (N, K)))
     dy = random(300, N).cuda().bfloat16()

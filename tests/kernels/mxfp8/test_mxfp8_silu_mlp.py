@@ -16,7 +16,7 @@ from kernels.mxfp8.grouped import BYTES, VALUES, Quantized, matrix_scales
 from kernels.testing import Tolerance, assert_close_to_oracle, compile_ahead, poisoned_empty
 from kernels.tokens import activate
 from tests.kernels.core.descriptors import descriptor
-from tests.kernels.core.devices import HOPPER
+from tests.kernels.core.devices import on_hopper
 from tests.kernels.moe.moe_cases import same_codes
 
 pytest.importorskip("triton")
@@ -31,7 +31,6 @@ from tests.kernels.mxfp8.test_mxfp8_linear import random
 D, HIDDEN, E = 256, 384, 128
 NAMES = ("x", "inner", "bias", "outer", "outer_bias", "factor")
 BIASES = Tolerance("float32 sums over up to 4,096 rows, in another order", reduction=4096)
-on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 Operands = tuple[Quantized, Quantized]
 
 
@@ -300,7 +299,6 @@ def tensors_of(rows: int, columns: int, bias_dtype: torch.dtype) -> list[Tensor]
 
 
 @on_hopper
-@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 127, 128, 300, 4096])
 @pytest.mark.parametrize(("columns", "bias_dtype"), [(128, torch.bfloat16), (1024, torch.float32)])
 def test_gpu_kernels_are_the_passes_that_they_replace(rows: int, columns: int, bias_dtype: torch.dtype) -> None:
@@ -327,7 +325,6 @@ def test_gpu_kernels_are_the_passes_that_they_replace(rows: int, columns: int, b
 
 
 @on_hopper
-@pytest.mark.gpu
 def test_gpu_codes_of_extremes() -> None:
     z = torch.tensor([0.0, -0.0, 1e-30, -80.0, 3e38, -3e38, torch.inf, 5.0]).repeat(130, 16).bfloat16().cuda()
     z[3, 5], z[129, 77] = torch.nan, torch.nan
@@ -338,7 +335,6 @@ def test_gpu_codes_of_extremes() -> None:
 
 
 @on_hopper
-@pytest.mark.gpu
 @pytest.mark.parametrize("factor", [False, True])
 @pytest.mark.parametrize("rows", [1, 300, 4096])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -355,7 +351,6 @@ def test_gpu_the_single_operators_results(rows: int, dtype: torch.dtype, factor:
 
 
 @on_hopper
-@pytest.mark.gpu
 def test_gpu_autocast_views_and_memory() -> None:
     leaves = inputs(20000, dtype=torch.float32, device="cuda")
     x, *weights, factor = leaves
@@ -381,7 +376,6 @@ def test_gpu_autocast_views_and_memory() -> None:
 
 
 @on_hopper
-@pytest.mark.gpu
 def test_gpu_graphs_quantise_the_weights_of_each_replay() -> None:
     leaves = inputs(300, device="cuda")
 

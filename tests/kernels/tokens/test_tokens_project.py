@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_empty
 from kernels.tokens import project_qkv, reference
 from tests.kernels.core.descriptors import descriptor
+from tests.kernels.core.devices import on_hopper
 from tests.kernels.tokens.test_tokens import HAS_TRITON
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 # Rows, features, heads and the width of each: tiles of 128 and of 256 columns, and parts of them.
 SHAPES = [(1, 8, 1, 64), (0, 64, 2, 64), (127, 64, 1, 128), (129, 72, 3, 64), (1000, 128, 2, 64), (500, 256, 2, 128)]
 ROUNDED = Tolerance("sums over up to 1,000 rows of operands rounded once", roundings=4, reduction=1000)
@@ -100,8 +100,7 @@ def test_in_compiled_code_under_autocast_and_bad_shapes(dynamic: bool) -> None:
         call(x, weight, heads=1)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 @pytest.mark.parametrize("table", [True, False])
 @pytest.mark.parametrize("shape", [*SHAPES, (70000, 128, 2, 64), (20000, 512, 4, 128)], ids=str)
 def test_on_hopper(shape: tuple[int, int, int, int], table: bool) -> None:

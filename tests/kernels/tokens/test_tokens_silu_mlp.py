@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_empty
 from kernels.tokens import silu_mlp
 from tests.kernels.core.descriptors import descriptor
+from tests.kernels.core.devices import on_hopper
 from tests.kernels.tokens.test_tokens import HAS_TRITON
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 # Rows and the widths before, between and behind the layers: more than a tile of each, and less.
 SHAPES = [
     (1, 8, 8, 8),
@@ -90,8 +90,7 @@ def test_in_compiled_code_under_autocast_and_bad_shapes() -> None:
         silu_mlp(tensors[0].bfloat16(), *tensors[1:])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 @pytest.mark.parametrize("shape", [*SHAPES, (70000, 384, 768, 384), (20000, 1536, 3072, 1536)], ids=str)
 def test_on_hopper(shape: tuple[int, int, int, int]) -> None:
     from kernels.tokens.hopper.silu_mlp import silu_mlp as on_hopper
@@ -99,8 +98,7 @@ def test_on_hopper(shape: tuple[int, int, int, int]) -> None:
     check(on_hopper, shape, torch.bfloat16, "cuda")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not HOPPER, reason="needs an sm_90 device")
+@on_hopper
 def test_rows_apart_and_the_same_bits_again() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     random = partial(torch.randn, device="cuda", dtype=torch.bfloat16, generator=generator)

@@ -94,6 +94,12 @@ def test_quantised_layers_are_shown_as_such() -> None:
     precision = {cost.name: cost.precision for cost in summary.costs}
     assert precision["layers.*.sequence"] == "bfloat16, mxfp8"
     assert "mxfp8_linear" in {each.op for each in summary.served}
+    arch = build(CONFIGS["interformer"](dim=128), spec)
+    apply_recipe(arch, "mxfp8_g128", ["*.query_key_value"])
+    served = summarise(
+        arch, spec, 128, dtype=torch.bfloat16, capability=(9, 0)
+    ).served  # whose results are bfloat16, too
+    assert {each.backend for each in served if each.op == "mxfp8_linear"} == {"hopper"}
 
 
 GDPA = {"activation": "silu"}

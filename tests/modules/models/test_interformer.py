@@ -294,27 +294,3 @@ def test_more_candidates_than_the_spec_allows_is_an_error():
     model, batch = interformer(spec), random_batch(spec, (5,), (2,))
     with pytest.raises(ValueError, match="more than max_candidates=4"):
         model(FeatureEmbedding(spec, DIM, "cpu")(batch), batch)
-
-
-@pytest.mark.parametrize("context", ["request", "candidate"])
-def test_the_plain_head_learns_alone_and_reads_no_history_and_no_large_table(context):
-    spec = dataclasses.replace(random_spec(), tables={"user": 20, "item": 301, "tag": 10})
-    model, embedding = interformer(spec, plain_head=True, sequence_context=context), FeatureEmbedding(spec, DIM, "cpu")
-    batch = random_batch(spec)
-    deep = model(embedding(batch), batch)
-    ((share, plain),) = model.take_lower()
-    assert model.take_lower() == []
-    assert share == 1
-    torch.testing.assert_close(model.eval()(embedding(batch), batch), (deep + plain) / 2)
-    loss = plain.sum()
-    grads = torch.autograd.grad(loss, [*model.plain_heads.parameters()], retain_graph=True)
-    assert all(grad.abs().sum() > 0 for grad in grads)
-    tables = embedding.collection.embeddings
-    of_tables = torch.autograd.grad(loss, [table.weight for table in tables.values()], allow_unused=True)
-    read = {name for name, grad in zip(tables, of_tables, strict=True) if grad is not None and grad.any()}
-    assert read == {"user", "tag"}
-    of_model = torch.autograd.grad(deep.sum(), [*model.parameters()], allow_unused=True)
-    unread = {name for (name, _), grad in zip(model.named_parameters(), of_model, strict=True) if grad is None}
-    assert unread == {name for name, _ in model.named_parameters() if name.startswith("plain_heads.")}
-    ids = dataclasses.replace(spec, candidate=spec.candidate[:1], candidate_dense=())
-    assert interformer(ids, plain_head=True).plain_heads is None

@@ -582,3 +582,36 @@ def test_specs_that_no_model_can_be_built_for_are_named():
 def test_unknown_model_is_an_error():
     with pytest.raises(ValueError, match="unknown model 'dcn'; choose one of .*din, dcnv2, dlrm, .*interformer"):
         build(DIN.Config(name="dcn"), random_spec())
+
+
+PLAIN: dict[str, ModelConfig] = {
+    "interformer": InterFormer.Config(**SMALL, plain_head=True),
+    "interformer of candidates": InterFormer.Config(**SMALL, plain_head=True, sequence_context="candidate"),
+    "kunlun": Kunlun.Config(**KUNLUN, plain_head=True),
+    "gem": GEM.Config(**GEM_SMALL, plain_head=True),
+}
+
+
+@pytest.mark.parametrize("config", PLAIN.values(), ids=PLAIN)
+def test_the_plain_head_learns_alone_and_reads_no_history_and_no_large_table(config: ModelConfig) -> None:
+    spec = dataclasses.replace(random_spec(), tables={"user": 20, "item": 301, "tag": 10})
+    model: Any = build(config, spec)
+    embedding, batch = FeatureEmbedding(spec, config.dim, "cpu"), random_batch(spec)
+    deep = model(embedding(batch), batch)
+    ((share, plain),) = model.take_lower()
+    assert model.take_lower() == []
+    assert share == 1
+    torch.testing.assert_close(model.eval()(embedding(batch), batch), (deep + plain) / 2)
+    loss = plain.sum()
+    grads = torch.autograd.grad(loss, [*model.plain_heads.parameters()], retain_graph=True)
+    assert all(grad.abs().sum() > 0 for grad in grads)
+    tables = embedding.collection.embeddings
+    of_tables = torch.autograd.grad(loss, [table.weight for table in tables.values()], allow_unused=True)
+    read = {name for name, grad in zip(tables, of_tables, strict=True) if grad is not None and grad.any()}
+    assert read == {"user", "tag"}
+    of_model = torch.autograd.grad(deep.sum(), [*model.parameters()], allow_unused=True)
+    unread = {name for (name, _), grad in zip(model.named_parameters(), of_model, strict=True) if grad is None}
+    assert unread == {name for name, _ in model.named_parameters() if name.startswith("plain_heads.")}
+    ids = dataclasses.replace(spec, candidate=spec.candidate[:1], candidate_dense=())
+    without: Any = build(config, ids)
+    assert without.plain_heads is None

@@ -92,10 +92,11 @@ def opaque(monkeypatch: pytest.MonkeyPatch) -> None:
             return Opaque.apply(structure, *leaves)
 
         # Operators that return more than a tensor, or take lists of them, are those of sequences, or compress.
-        if op in ("jagged_concat", "jagged_index_select", "add_rms_norm", "place_rows", "rotate_qkv", "project_qkv"):
+        several = ("jagged_concat", "jagged_index_select", "add_rms_norm", "place_rows", "rotate_qkv", "project_qkv")
+        if op in (*several, "gdpa_layer_norm", "gdpa_add_norms"):
             return lambda *inputs: _outside(backend, inputs)
-        if op == "rms_norm":  # a pair where it is for two readers
-            return lambda *inputs: _outside(backend, inputs) if inputs[-1] is True else apply(*inputs)
+        if op == "rms_norm":  # a tuple where it is for several readers
+            return lambda *inputs: _outside(backend, inputs) if True in inputs[-2:] else apply(*inputs)
         if op == "linear_compression":
             return backend
         return apply
@@ -117,63 +118,31 @@ def found(model: nn.Module, batch: RequestBatch, embedding: FeatureEmbedding) ->
     return copies.found
 
 
-@pytest.mark.usefixtures("opaque")
-@pytest.mark.parametrize("options", [{}, {"num_layers": 3}, {"head_hidden": []}, WUKONG], ids=str)
-def test_interformer_copies_no_request_to_its_candidates(options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    spec = random_spec()
-    config = InterFormer.Config(**SMALL | options)
-    embedding = FeatureEmbedding(spec, SMALL["dim"], device="cpu")
-    model = build(config, spec)
-    assert found(model, random_batch(spec, CANDIDATES), embedding) == []
+ALL_OF_REQUESTS: list[ModelConfig] = [
+    *(InterFormer.Config(**SMALL | changed) for changed in ({}, {"num_layers": 3}, {"head_hidden": []}, WUKONG)),
+    Wukong.Config(**WUKONG_MODEL),
+    Kunlun.Config(**KUNLUN),
+    Kunlun.Config(**KUNLUN, comp_skip=False, num_layers=3),
+    GEM.Config(**GEM_SMALL, num_layers=3),
+    DIN.Config(dim=8, hidden=[16]),
+    DIN.Config(dim=8, hidden=[]),
+    DCNv2.Config(dim=8, rank=4, hidden=[16]),
+    DCNv2.Config(dim=8, rank=4, hidden=[16, 16], num_layers=1),
+    DLRM.Config(dim=8, hidden=[16]),
+    DLRM.Config(dim=8, hidden=[]),
+    SASRec.Config(dim=8),
+    HSTU.Config(dim=8),
+    *(VARIANTS[name] for name in LATER),
+]
 
 
 @pytest.mark.usefixtures("opaque")
-@pytest.mark.parametrize(
-    "config",
-    [
-        Wukong.Config(**WUKONG_MODEL),
-        Kunlun.Config(**KUNLUN),
-        Kunlun.Config(**KUNLUN, comp_skip=False, num_layers=3),
-        GEM.Config(**GEM_SMALL, num_layers=3),
-        *(VARIANTS[name] for name in LATER),
-    ],
-    ids=["wukong", "kunlun", "kunlun all in each layer", "gem", *LATER],
-)
-def test_models_of_layers_copy_no_request_to_its_candidates(config: ModelConfig) -> None:
+@pytest.mark.parametrize("config", ALL_OF_REQUESTS, ids=lambda config: config.name)
+def test_no_request_is_copied_to_its_candidates(config: ModelConfig) -> None:
     torch.manual_seed(0)
-    spec = random_spec()
+    spec = SPEC if isinstance(config, SequentialConfig) else random_spec()
     embedding = FeatureEmbedding(spec, config.dim, device="cpu")
     assert found(build(config, spec), random_batch(spec, CANDIDATES, [5] * 4), embedding) == []
-
-
-@pytest.mark.usefixtures("opaque")
-@pytest.mark.parametrize(
-    "config",
-    [
-        DIN.Config(dim=8, hidden=[16]),
-        DIN.Config(dim=8, hidden=[]),
-        DCNv2.Config(dim=8, rank=4, hidden=[16]),
-        DCNv2.Config(dim=8, rank=4, hidden=[16, 16], num_layers=1),
-        DLRM.Config(dim=8, hidden=[16]),
-        DLRM.Config(dim=8, hidden=[]),
-    ],
-    ids=lambda config: config.name,
-)
-def test_baselines_copy_no_request_to_its_candidates(config: ModelConfig) -> None:
-    torch.manual_seed(0)
-    spec = random_spec()
-    embedding = FeatureEmbedding(spec, config.dim, device="cpu")
-    assert found(build(config, spec), random_batch(spec, CANDIDATES, [5] * 4), embedding) == []
-
-
-@pytest.mark.usefixtures("opaque")
-@pytest.mark.parametrize("config", [SASRec.Config(dim=8), HSTU.Config(dim=8)], ids=["sasrec", "hstu"])
-def test_sequential_rankers_copy_no_request_to_its_candidates(config: SequentialConfig) -> None:
-    torch.manual_seed(0)
-    spec = SPEC
-    embedding, model = FeatureEmbedding(spec, config.dim, device="cpu"), build(config, spec)
-    assert found(model, random_batch(spec, CANDIDATES, [5] * 4), embedding) == []
 
 
 @pytest.mark.usefixtures("opaque")

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hydra import compose, initialize_config_dir
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -32,7 +31,7 @@ from tests.modules.models.test_models import TOKEN_MIXING, Ranking, double, doub
 from tests.modules.padded import norm
 from train.commands.doctor import ROOT
 from train.config.compose import to_config
-from train.config.schema import register_schema
+from train.config.files import composed
 
 MODELS = ("rankmixer", "tokenmixer", "hyformer", "mixformer")
 SPEC = random_spec()
@@ -152,17 +151,15 @@ def _padded(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def composed(name: str) -> TokenMixingConfig:
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        config = to_config(compose("train", overrides=[f"model={name}"])).model
+def shipped(name: str) -> TokenMixingConfig:
+    config = to_config(composed([f"model={name}"])).model
     assert isinstance(config, TokenMixingConfig)
     return config
 
 
 def published(name: str, **changes: Any) -> TokenMixingConfig:
     """The configuration of a published model, of small sizes."""
-    return dataclasses.replace(composed(name), **TOKEN_MIXING | changes)
+    return dataclasses.replace(shipped(name), **TOKEN_MIXING | changes)
 
 
 @pytest.mark.parametrize("one_way", [True, False], ids=["one way", "all ways"])

@@ -10,13 +10,13 @@ from copy import deepcopy
 from itertools import product
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import ListConfig, OmegaConf
 
 from modules.models.kunlun import KunlunConfig
 from train.commands.doctor import ROOT
 from train.config.compose import from_dict, to_config
-from train.config.schema import EventsConfig, register_schema
+from train.config.files import composed
+from train.config.schema import EventsConfig
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,9 @@ from train.config.schema import EventsConfig, register_schema
     ],
 )
 def test_a_value_that_cannot_work_is_refused(override: str, message: str) -> None:
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        composed = compose("train", overrides=override.split())
+    whole = composed(override.split())
     with pytest.raises(ValueError, match=re.escape(message)):
-        to_config(composed)
+        to_config(whole)
 
 
 REAL = ("float", "float | None", "SettledShare", "list[float]", "dict[str, float]")
@@ -137,15 +135,9 @@ def number_keys(section: object, kinds: tuple[str, ...], prefix: str = "") -> li
     return keys
 
 
-def composed(*overrides: str) -> DictConfig:
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        return compose("train", overrides=list(overrides))
-
-
 @pytest.mark.parametrize("data", [("data=synthetic",), ("data=avazu", "data.files=[a.csv]")])
 def test_a_number_that_is_not_finite_is_refused(data: tuple[str, ...]) -> None:
-    good = composed(*data)
+    good = composed(data)
     keys = number_keys(to_config(good), REAL)
     assert {"optimizer.sparse_lr", "optimizer.betas", "optimizer.task_weights.name", "data.split"} <= set(keys)
     for key, number in product(keys, (math.nan, math.inf, -math.inf)):
@@ -159,7 +151,7 @@ def test_a_number_that_is_not_finite_is_refused(data: tuple[str, ...]) -> None:
 
 
 def test_a_whole_number_that_no_machine_holds_is_refused() -> None:
-    good = composed("data=avazu", "data.files=[a.csv]")
+    good = composed(["data=avazu", "data.files=[a.csv]"])
     keys = number_keys(to_config(good), WHOLE)
     assert {"data.request_window", "data.max_candidates", "data.min_count", "runtime.seed"} <= set(keys)
     for key in (key for key in keys if not key.startswith("model.")):  # models have rules of their own
@@ -170,9 +162,9 @@ def test_a_whole_number_that_no_machine_holds_is_refused() -> None:
 
 
 def test_numbers_of_other_classes_and_columns_may_be_any() -> None:
-    to_config(composed("model=custom", "model.name=my.Model", "+model.arguments={cap: .inf, least: -1}"))
+    to_config(composed(["model=custom", "model.name=my.Model", "+model.arguments={cap: .inf, least: -1}"]))
     where = "+data.histories={low: {fields: [site_id], where: {site_id: [-1]}}}"
-    to_config(composed("data=avazu", "data.files=[a.csv]", "+data.missing_fill.x=-1", "data.user=device_id", where))
+    to_config(composed(["data=avazu", "data.files=[a.csv]", "+data.missing_fill.x=-1", "data.user=device_id", where]))
 
 
 def test_layers_are_lists_on_the_command_line_and_in_what_a_run_has_saved() -> None:
@@ -180,12 +172,12 @@ def test_layers_are_lists_on_the_command_line_and_in_what_a_run_has_saved() -> N
     page = (ROOT / "docs/kunlun.md").read_text(encoding="utf-8")
     of_model, of_events = re.findall(r"'(\+?model\.(?:layers|events)=[^']+)'", page)
     for override, depth in ((of_model, 3), (of_events, 2)):
-        config = to_config(composed("model=kunlun", "data=synthetic", override))
+        config = to_config(composed(["model=kunlun", "data=synthetic", override]))
         assert isinstance(config.model, KunlunConfig)
         assert config.model.num_layers == len(config.model.layers or config.model.events["click"]["layers"]) == depth
         saved = json.loads(json.dumps(dataclasses.asdict(config)))
         assert from_dict(saved, []).model == config.model
-    equal = to_config(composed("model=interformer", "data=synthetic", "model.num_layers=3"))
+    equal = to_config(composed(["model=interformer", "data=synthetic", "model.num_layers=3"]))
     saved = json.loads(json.dumps(dataclasses.asdict(equal)))
     assert from_dict({**saved, "model": {**saved["model"], "layers": []}}, []).model.describe_layers() == []
     del saved["model"]["layers"]
@@ -193,21 +185,18 @@ def test_layers_are_lists_on_the_command_line_and_in_what_a_run_has_saved() -> N
 
 
 def test_a_run_of_an_earlier_version_has_no_statistics() -> None:
-    config = to_config(composed("data=events", "data.files=[rows.csv]", "+data.labels={click: click}"))
+    config = to_config(composed(["data=events", "data.files=[rows.csv]", "+data.labels={click: click}"]))
     saved = json.loads(json.dumps(dataclasses.asdict(config)))
     assert saved["data"].pop("statistics") == "auto"
     assert getattr(from_dict(saved, []).data, "statistics", None) == "none"
 
 
 def test_tables_of_names_grow_on_the_command_line_as_the_documentation_says() -> None:
-    register_schema()
     added = ["+data.labels.good='stars >= 4'", "+data.missing_fill.price=0"]
     event_type = "+data.histories={cart: {fields: [item_id]}}"
     page = (ROOT / "docs/data.md").read_text(encoding="utf-8")
     assert all(override in page for override in (*added, event_type))
-    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        composed = compose("train", overrides=["data=taobao_ad", "data.root=/data", *added, event_type])
-    data = to_config(composed).data
+    data = to_config(composed(["data=taobao_ad", "data.root=/data", *added, event_type])).data
     assert isinstance(data, EventsConfig)
     assert data.labels.keys() == {"click", "good"}
     assert data.histories["cart"].fields == ["item_id"]
@@ -218,7 +207,7 @@ def test_a_loss_of_one_s_own_is_of_the_labels_that_the_data_have() -> None:
     own = {"loss": "torch.nn.functional.soft_margin_loss"}
 
     def of(*overrides: str) -> str:
-        config = to_config(composed(*overrides, f"+tasks.like.loss={own['loss']}"))
+        config = to_config(composed([*overrides, f"+tasks.like.loss={own['loss']}"]))
         saved = dataclasses.asdict(config)
         assert from_dict(saved, []).tasks == config.tasks
         saved["tasks"] = {"like": own}  # as runs had it before they said what it is of

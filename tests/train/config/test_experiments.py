@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from modules.layers.moe import Experts
 from modules.models import build
@@ -21,8 +20,9 @@ from modules.models.interformer import InterFormer
 from modules.precision import MXLinear, apply_recipe
 from train.checkpoint import load as checkpoint
 from train.commands.doctor import ROOT
+from train.config import files
 from train.config.compose import to_config
-from train.config.schema import Config, EventsConfig, SyntheticConfig, register_schema
+from train.config.schema import Config, EventsConfig, SyntheticConfig
 from train.data import build_source
 
 CONFIGS = ROOT / "configs"
@@ -35,9 +35,7 @@ def composed(experiment: str) -> Config:
 
 @cache
 def _composed(experiment: str) -> Config:
-    register_schema()
-    with initialize_config_dir(str(CONFIGS), version_base=None):
-        return to_config(compose("train", overrides=[f"+experiment={experiment}"]))
+    return to_config(files.composed([f"+experiment={experiment}"]))
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

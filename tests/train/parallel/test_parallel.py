@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from modules.config import ModelConfig
 from modules.layers.embedding.tokens import FeatureEmbedding
@@ -15,10 +14,10 @@ from modules.models.onetrans import OneTransConfig
 from modules.models.ranking import RankingModel
 from modules.models.token_mixing import TokenMixingConfig
 from modules.models.ultra_hstu import UltraHSTUConfig
-from tests.launching import ROOT
 from tests.modules.factories import random_batch, random_spec
 from train.config.compose import to_config
-from train.config.schema import ParallelConfig, register_schema
+from train.config.files import composed
+from train.config.schema import ParallelConfig
 from train.parallel.mesh import sizes, table_ranks
 from train.parallel.recompute import recompute
 
@@ -139,7 +138,6 @@ def test_what_cannot_run_again_is_refused(globs: list[str], compiled: bool, name
     ],
 )
 def test_what_does_not_go_together_is_refused_by_both_keys(overrides: tuple[str, str]) -> None:
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"), pytest.raises(ValueError) as error:
-        to_config(compose("train", [*overrides]))
+    with pytest.raises(ValueError) as error:
+        to_config(composed(overrides))
     assert all(override.split("=")[0] in str(error.value) for override in overrides)

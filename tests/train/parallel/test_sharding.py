@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
 from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.models.ranking import RankingModel
-from tests.launching import ROOT
 from train.config.compose import to_config
-from train.config.schema import register_schema
+from train.config.files import composed
 from train.data import build_source
 from train.optim import sparse
 from train.parallel.dedup import unique_ids
@@ -34,9 +32,7 @@ LONG_HISTORIES = (
 
 def planned(ranks: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, ParameterSharding]:
     """Shards of each table on so many GPUs of one host."""
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        config = to_config(compose("train", [*LONG_HISTORIES, *overrides]))
+    config = to_config(composed([*LONG_HISTORIES, *overrides]))
     source = build_source(config.data)
     model = RankingModel(FeatureEmbedding(source.spec, config.model.dim), nn.Identity())
     group: object = None
@@ -48,9 +44,7 @@ def planned(ranks: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dic
 
 
 def test_ids_per_request_count_histories(monkeypatch: pytest.MonkeyPatch) -> None:
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        config = to_config(compose("train", [*LONG_HISTORIES, "data.candidates=3"]))
+    config = to_config(composed([*LONG_HISTORIES, "data.candidates=3"]))
     ids = sparse.ids_per_request(build_source(config.data))
     assert (ids["user"], ids["item"], ids["click.item"]) == (1, 3, 100)
 
@@ -117,9 +111,7 @@ def test_a_rank_on_its_own_holds_whole_tables(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_what_has_no_kernel_for_the_cpu_is_refused_there(option: str, message: str) -> None:
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        config = to_config(compose("train", [option]))
+    config = to_config(composed([option]))
     group: object = None
     world = World(0, 1, 0, 1, torch.device("cpu"), group, group, group)  # type: ignore[arg-type]
     model = RankingModel(nn.Identity(), nn.Identity())  # type: ignore[arg-type]
@@ -128,12 +120,10 @@ def test_what_has_no_kernel_for_the_cpu_is_refused_there(option: str, message: s
 
 
 def test_a_frozen_table_cannot_be_data_parallel() -> None:
-    register_schema()
     group: object = None
     world = World(0, 1, 0, 1, torch.device("cpu"), group, group, group)  # type: ignore[arg-type]
     rule = "parallel.tables=[{match: [user], sharding_types: [data_parallel]}]"
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        config = to_config(compose("train", [*LONG_HISTORIES, rule]))
+    config = to_config(composed([*LONG_HISTORIES, rule]))
     model = RankingModel(FeatureEmbedding(build_source(config.data).spec, 16), nn.Identity())
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="user cannot be"):

@@ -10,19 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
 
-from tests.launching import ROOT, train_here
+from tests.launching import train_here
 from train.config.compose import to_config
-from train.config.schema import Config, register_schema
+from train.config.files import composed
+from train.config.schema import Config
 from train.data.statistics import compute
 from train.process import length
 
 
 def config_of(*overrides: str) -> Config:
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return to_config(compose("train", [*overrides]))
+    return to_config(composed(overrides))
 
 
 @lru_cache
@@ -80,7 +78,8 @@ def test_few_requests_are_learned_with_less_memory_by_models_that_leave_it_open(
     }
     del fixed["model.plain_head"]
     assert rates(24_000, "din", 0.1) == fixed | {"model.dropout": 0.1}
-    assert rates(24_000, "kunlun", None) == fixed
+    assert rates(24_000, "kunlun", None) == rates(24_000, "gem", None) == length.OF_FEW
+    assert rates(24_000, "wukong", None) == fixed
 
 
 def test_graphs_do_without_further_heads() -> None:

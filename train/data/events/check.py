@@ -62,11 +62,11 @@ def check(config: EventsConfig) -> None:
             )
     for task, text in config.labels.items():
         column, sign, value = comparison(text)
-        wrong = not value if sign == "==" else sign and not re.match(NUMBER, value)
+        wrong = re.fullmatch("|'.*'|\".*\"", value) if sign == "==" else sign and not re.match(NUMBER, value)
         if wrong or any(other in column for other in "<>="):
             raise ValueError(
                 f"data.labels.{task}={text!r} must name a column of 0 and 1, or compare one as COLUMN >= NUMBER or "
-                "COLUMN == ID, e.g. 'rating >= 4' or 'event == buy'"
+                "COLUMN == ID without quotes, e.g. 'rating >= 4' or 'event == buy'"
             )
         if transforms.inputs({column}) & told:
             way = "is a feature too" if column in columns else "data.transforms or data.joins make features of"
@@ -170,7 +170,7 @@ def _warn_of_copies(files: list[DataFile]) -> None:
             seen.setdefault(digest, file)
 
 
-def check_parts(config: EventsConfig, counts: Sequence[int]) -> None:
+def check_splits(config: EventsConfig, counts: Sequence[int]) -> None:
     """ValueError for files of a split without a row that can be used: time would split the other files instead.
 
     counts: of rows or requests of which time decides, then of each split's own files.

@@ -162,8 +162,8 @@ def _lists(
             rows,
             np.append(made.spare, 1)[rows],
         )
-    if not _is_list(column.type):
-        raise ValueError(f"it is {column.type}, expected a list type or text joined by {separator!r}")
+    if not _is_list(column.type) or pa.types.is_nested(column.type.value_type):
+        raise ValueError(f"it is {column.type}, expected a list of single values or text joined by {separator!r}")
     lengths = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
     return pc.list_flatten(column), np.append(0, np.cumsum(lengths)), None, None
 

@@ -14,11 +14,14 @@ import pyarrow.compute as pc
 
 PLAIN = r"""^\s*\[[^\[\]"'\\]*\]\s*$"""
 """A list without quotes, whose items are what stands between commas."""
-OF_NUMPY = r"^\s*[+-]?[\d.]\S*(\s+[+-]?[\d.]\S*)+\s*$"
-"""The inside of such a list as numpy writes it, without commas."""
+EMPTY = r"^\s*(\(\s*\)|set\(\))\s*$"
+QUOTE = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+WORD = r"[+-]?(?:[\d.][^\s'\",]*|inf|nan)|NaN|None|NaT|<NA>|True|False"
+OF_NUMPY = rf"(?s)^\s*(?:{QUOTE}|{WORD})(?:\s+(?:{QUOTE}|{WORD}))+\s*$"
+"""The inside of a list as numpy writes it, without commas."""
 QUOTED = r"""(?s)^\s*(\[.*["'\\].*\]|\(.*,.*\)|\{.*\})\s*$"""
 """What may be a list that Python or JSON wrote, and is if it is made of items."""
-NESTED = r"""^\s*[\[({]\s*([\[{]|("[^"]*"|'[^']*'|[\w.-]+)\s*:\s)"""
+NESTED = r"""^\s*[\[({]\s*([\[{]|("[^"]*"|'[^']*')\s*:|[\w.-]+\s*:\s)"""
 """A list of lists, or a mapping."""
 ITEM = re.compile(
     r"""\s*(?:
@@ -31,6 +34,11 @@ ITEM = re.compile(
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 MISSING = ("null", "NULL", "None", "nan", "NaN", "NAN", "NaT", "<NA>", r"\N")
 """Items without quotes, in brackets, that are no item."""
+SHORTENED = "..."
+LEFT_OUT = (
+    "a list has ... in place of items, as numpy shortens long ones; write it by tolist(), or after "
+    "numpy.set_printoptions(threshold=sys.maxsize)"
+)
 ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""} | {each: each for each in "\\/\"'"}
 
@@ -47,15 +55,16 @@ class TextLists:
 def split(texts: pa.StringArray, separator: str) -> TextLists:
     """The lists of texts [N]. Null and empty text are empty. ValueError for a list of lists and for a mapping."""
     texts = texts.fill_null("")
+    texts = pc.if_else(pc.match_substring_regex(texts, EMPTY), "[]", texts)
     if pc.any(nested := pc.match_substring_regex(texts, NESTED)).as_py():
         example = texts.filter(nested)[0].as_py()
         raise ValueError(f"{example[:100]!r} is a list of lists or a mapping, expected a list of single values")
     plain = pc.match_substring_regex(texts, PLAIN)
     inside = pc.replace_substring_regex(pc.replace_substring_regex(texts, r"[\[\]]", ""), r",\s*$", "")
     numbers = pc.and_(plain, pc.match_substring_regex(inside, OF_NUMPY))
-    numbers = pc.and_not(numbers, pc.match_substring(inside, ","))
     joined, literal = pc.replace_substring(inside, ",", separator), separator.replace("\\", r"\\")
-    inside = pc.if_else(numbers, pc.replace_substring_regex(pc.utf8_trim_whitespace(inside), r"\s+", literal), joined)
+    words = pc.replace_substring_regex(pc.utf8_trim_whitespace(inside), r"(\d)\.(\s|$)", r"\1\2")
+    inside = pc.if_else(numbers, pc.replace_substring_regex(words, r"\s+", literal), joined)
     empty = pc.equal(pc.utf8_trim_whitespace(inside), "")
     inside = pc.if_else(empty, pa.scalar(None, pa.string()), inside)
     shown = pc.if_else(plain, inside, pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts))
@@ -77,7 +86,10 @@ def split(texts: pa.StringArray, separator: str) -> TextLists:
     of_read = np.zeros(len(lists), bool)
     of_read[list(read)] = True
     trimmed = pc.if_else(pa.array(np.repeat(of_read, lengths)), items, pc.utf8_trim_whitespace(items))
-    missing = pc.and_(pa.array(np.repeat(in_brackets, lengths)), pc.is_in(trimmed, value_set=pa.array(MISSING)))
+    bare = pa.array(np.repeat(in_brackets, lengths))
+    if pc.any(pc.and_(bare, pc.equal(trimmed, SHORTENED))).as_py():
+        raise ValueError(LEFT_OUT)
+    missing = pc.and_(bare, pc.is_in(trimmed, value_set=pa.array(MISSING)))
     items = pc.if_else(missing, pa.scalar(None, pa.string()), trimmed)
     return _without_ends(items, lengths, ~(in_brackets | of_read))
 
@@ -102,6 +114,8 @@ def _items(text: str) -> list[str | None] | None:
     """The items of a list that Python or JSON wrote; None if it is no such list."""
     text = text.strip()
     inside, begin, items, strict = text[1:-1].strip(), 0, list[str | None](), text[0] in "({"
+    if not strict and re.match(OF_NUMPY, inside):
+        inside = re.sub(rf"({QUOTE}|{WORD})(?=\s)", r"\1,", inside, flags=re.DOTALL)
     while begin < len(inside):
         found = ITEM.match(inside, begin)
         if found is None:
@@ -111,6 +125,8 @@ def _items(text: str) -> list[str | None] | None:
         bare = (found["bare"] or "").strip()
         if quoted is not None:
             items.append(_unescaped(quoted))
+        elif bare == SHORTENED:
+            raise ValueError(LEFT_OUT)
         elif bare in MISSING:
             items.append(None)
         elif strict and not NUMBER.fullmatch(bare):  # parentheses and braces are also those of prose

@@ -73,7 +73,7 @@ def _column(name: Any, values: Any) -> pa.Array | pa.ChunkedArray:
 
 
 def plain(kind: pa.DataType) -> pa.DataType:
-    """The type that parquet files and `train.data.features.columns` know in place of Arrow's views and extensions."""
+    """The type that parquet files and `train.data.features.columns` know in place of Arrow's others."""
     if pa.types.is_string_view(kind):
         return pa.large_string()
     if pa.types.is_binary_view(kind):
@@ -82,6 +82,10 @@ def plain(kind: pa.DataType) -> pa.DataType:
         return plain(kind.storage_type)
     if pa.types.is_run_end_encoded(kind):
         return plain(kind.value_type)
+    if pa.types.is_dictionary(kind) and kind.value_type not in (pa.string(), pa.large_string()):
+        return plain(kind.value_type)
+    if pa.types.is_decimal32(kind) or pa.types.is_decimal64(kind):
+        return pa.decimal128(kind.precision, kind.scale)
     if pa.types.is_list(kind):
         return pa.list_(plain(kind.value_type))
     if pa.types.is_large_list(kind) or _is_list_view(kind):

@@ -54,7 +54,7 @@ class Optimizer:
         for group in adam if graphs else ():
             group["lr"] = torch.tensor(group["lr"], device=guard.world.device)  # read by every replay
         self.adam = torch.optim.AdamW(adam, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=True)
-        self.guarded = guarded.named(config, others) if others else None  # of what AdamW does not step
+        self.guarded = guarded.build(config, others) if others else None  # of what AdamW does not step
         for param in (param for group in adam for param in group["params"]):
             # So that a checkpoint's keys do not depend on whether a step was taken.
             self.adam.state[param] = {

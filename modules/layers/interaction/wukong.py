@@ -110,13 +110,13 @@ class WukongLayer(nn.Module):
     def _folded(self, residual: LCE, candidate: Tensor, request: Tensor | None, rows: CandidateRows | None) -> Tensor:
         """LCB and Res are both linear, so the sum of their tokens is one compression, by the sum of their weights."""
 
-        def together(of_residual: Tensor, of_lcb: Tensor, of_project: Tensor) -> Tensor:
+        def stacked(of_residual: Tensor, of_lcb: Tensor, of_project: Tensor) -> Tensor:
             return torch.cat([F.pad(of_lcb, (0, 0, self.num_out - len(of_lcb), 0)) + of_residual, of_project])
 
         layers = (residual, self.lcb, self.project)
-        own = together(*(layer.candidate.weight for layer in layers))
+        own = stacked(*(layer.candidate.weight for layer in layers))
         shared = [layer.request.weight for layer in layers if layer.request is not None]
-        mixed = compressed(own, together(*shared) if shared else own[:, :0], candidate, request, rows)
+        mixed = compressed(own, stacked(*shared) if shared else own[:, :0], candidate, request, rows)
         tokens, projected = split_tokens(mixed, [self.num_out, self.rank])
         return rms_norm(add_to_first(tokens, self._machine(candidate, request, rows, projected)))
 

@@ -38,6 +38,7 @@ SEARCHPATH = "hydra.searchpath"
 WORDS = {
     r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.": "must be a list, e.g. [a] or [a, b]",
     r"(Key \S+ \(\w+\)) is incompatible with \(str\)": r"\1 must be text: put it in quotes",
+    r"Merge error: \w+ is not a subclass of \w+\. value: .*": "a section takes keys, as in data.batch_size=64",
     r"Cannot merge DictConfig with ListConfig": "a list stands where keys with values belong: KEY: VALUE, not - VALUE",
 }
 """What is said in the place of OmegaConf's words."""
@@ -250,21 +251,28 @@ def _explained(error: Exception, known: Sequence[Override]) -> str:
             f"{name}={values} has several values: a list is {name}=[{values}], a text with commas "
             f"'{name}=\"{values}\"', and a run for each is of launch.sweep, --over {name}={values}"
         )
-    file, own = "", _key_error(error)
     if found := re.match(r"In '(.+?)': \w+ raised while composing config:\n", text):
-        file, text = f"{found[1]}.yaml: ", text[found.end() :]
-        kind = getattr(own, "object_type", None)
-        if isinstance(own, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(kind):
-            path = str(own.full_key).rpartition(".")[0]
-            return file + unknown(path, str(own.key), [field.name for field in dataclasses.fields(kind)])
-        if own is not None:
-            file += f"{own.full_key}: "
+        return f"{found[1]}.yaml: {merge_error(error, text[found.end() :])}"
+    return _sentence(text).removeprefix("Error merging override ")
+
+
+def merge_error(error: BaseException, text: str) -> str:
+    """OmegaConf's reason in one sentence, with the key that was meant where a name is close."""
+    own = _key_error(error)
+    kind = getattr(own, "object_type", None)
+    if isinstance(own, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(kind):
+        path = str(own.full_key).rpartition(".")[0]
+        return unknown(path, str(own.key), [field.name for field in dataclasses.fields(kind)])
+    return _sentence(text) if own is None else f"{own.full_key}: {_sentence(text)}"
+
+
+def _sentence(text: str) -> str:
     for pattern, words in WORDS.items():
         text = re.sub(pattern, words, text)
     lines = [line.strip() for line in text.partition("\nConfig search path")[0].splitlines()]
     dropped = ("full_key", "object_type", "reference_type")
     told = [line for line in lines if line and not line.startswith(dropped) and not re.search(r"\$(KEY|VALUE)", line)]
-    return file + ": ".join(dict.fromkeys(told)).removeprefix("Error merging override ")
+    return ": ".join(dict.fromkeys(told))
 
 
 def _key_error(error: BaseException | None) -> OmegaConfBaseException | None:

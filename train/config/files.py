@@ -240,7 +240,7 @@ def _explained(error: Exception, known: Sequence[Override]) -> str:
     if key and re.search(r"not in|No match in the defaults list|is not in struct", text):
         value = next((each for each in known if each.key_or_group == key[1]), None)
         inner = re.search(r"Key '(.+?)' (?:is )?not in", text)
-        within = [inner[1]] if inner and inner[1] != key[1].split(".")[-1] else []  # of key={inner: ...}
+        within = [inner[1]] if inner and inner[1] not in key[1].split(".") else []  # of key={inner: ...}
         if suggestion := _suggestion(".".join([key[1], *within]), value, known):
             return suggestion
     if found := re.match(r"Multiple values for (\S+)\. To override a value use 'override \S+: (\S+)'", text):
@@ -297,7 +297,9 @@ def _suggestion(key: str, override: Override | None, known: Sequence[Override]) 
             node = node[name] if not OmegaConf.is_missing(node, name) else None
             continue
         if OmegaConf.get_type(node) is dict:
-            return f"{key} is a new key of the mapping {'.'.join(path[:depth])}; to add it write +{key}=VALUE"
+            close = closest(name, map(str, node))
+            meant = f"did you mean {'.'.join([*path[:depth], close])}? To add it" if close else "to add it"
+            return f"{key} is a new key of the mapping {'.'.join(path[:depth])}; {meant} write +{key}=VALUE"
         value = f"={override.get_value_element_as_str()}" if override is not None and len(path) == 1 else ""
         return unknown(".".join(path[:depth]), name, map(str, node), value)
     return ""

@@ -256,14 +256,13 @@ def _explained(error: Exception, known: Sequence[Override]) -> str:
     return _sentence(text).removeprefix("Error merging override ")
 
 
-def merge_error(error: BaseException, text: str) -> str:
-    """OmegaConf's reason in one sentence, with the key that was meant where a name is close."""
+def merge_error(error: BaseException, text: str, section: str = "") -> str:
+    """OmegaConf's reason in one sentence, with the key that was meant where a name is close. `section`: above keys."""
     own = _key_error(error)
-    kind = getattr(own, "object_type", None)
+    kind, key = getattr(own, "object_type", None), f"{section}.{own.full_key if own else ''}".strip(".")
     if isinstance(own, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(kind):
-        path = str(own.full_key).rpartition(".")[0]
-        return unknown(path, str(own.key), [field.name for field in dataclasses.fields(kind)])
-    return _sentence(text) if own is None else f"{own.full_key}: {_sentence(text)}"
+        return unknown(key.rpartition(".")[0], str(own.key), [field.name for field in dataclasses.fields(kind)])
+    return f"{key}: {_sentence(text)}" if key else _sentence(text)
 
 
 def _sentence(text: str) -> str:

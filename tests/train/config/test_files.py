@@ -175,7 +175,7 @@ def test_no_defaults_list_reads_the_environment(entry: str, tmp_path: Path, monk
         ("model=zzz", "there is no file model/zzz.yaml; there are custom, dcnv2, din,"),
         ("runtime.setps=3", "did you mean runtime.steps?"),
         ("runtime={setps: 3}", "did you mean runtime.steps?"),
-        ("+experiment=kunlun_h200 model.num_laers=2", "did you mean model.num_layers?"),
+        ("+experiment=movielens_kunlun model.num_laers=2", "did you mean model.num_layers?"),
         ("experiment=quickstart", "by a plus: +experiment=quickstart"),
         ("optimizer.lr=fast", "optimizer.lr=fast: Value 'fast' of type 'str' could not be converted to Float"),
         ("runtime.seed=1,2", "--over runtime.seed=1,2"),

@@ -150,10 +150,10 @@ def read_columns(config: EventsConfig, rows: Rows, first: int = 0) -> Columns:
 
 
 def log_files(config: EventsConfig, history: HistoryConfig, columns: set[str] | None = None) -> RowFiles:
-    """The files of a log: the columns that its events are of, or others."""
+    """The files of a log: the columns that its events are of, or others, and those that choose and date them."""
     user, time = _log_columns(config, history)
     files, layout = find_files(history.files, config.root), Layout(config.csv_separator, quoted=config.csv_quotes)
-    wanted_there = columns or {*history.fields, *history.where, user, time}
+    wanted_there = {*(columns or {*history.fields, user}), *history.where, time} | {history.known_at or time}
     missing = matching(numbers(config), config.missing_nan)
     transforms = Transforms(config.transforms)
     return RowFiles(files, wanted_there, layout, config.bad_rows, _joins(config), missing, transforms)
@@ -161,13 +161,19 @@ def log_files(config: EventsConfig, history: HistoryConfig, columns: set[str] | 
 
 def read_log(config: EventsConfig, history: HistoryConfig, log: Rows, users: pa.StringArray) -> Log:
     """`users`: those of the labelled rows, in the order of their codes."""
-    user, time = _log_columns(config, history)
-    log_user = log.required_ids(user)
-    log_time = log.milliseconds(time, history.time_format or config.time_format)
+    log_user = log.required_ids(_log_columns(config, history)[0])
+    log_time = log_times(config, history, log)
     chosen = _where(log, history)
     fields = {name: log.ids(name) for name in history.fields}
     log.finish()
     return Log(log_user.recode(users), log_time, fields, np.flatnonzero(chosen & ~log.bad))
+
+
+def log_times(config: EventsConfig, history: HistoryConfig, log: Rows) -> np.ndarray:
+    """[E] int64 milliseconds from which the entries of a log are known."""
+    form = history.time_format or config.time_format
+    time = log.milliseconds(_log_columns(config, history)[1], form)
+    return np.maximum(time, log.known(history.known_at, form)) if history.known_at else time
 
 
 def histories(

@@ -146,8 +146,10 @@ def build(config: Config, world: World) -> Job:
     if config.runtime.compile:
         compile_regions(arch)
     graphs = config.runtime.cuda_graphs and world.device.type == "cuda"
-    # FSDP gathers weights that are cast already, and compiled layers cast them in their own code.
-    if config.precision.name != "fp32" and config.parallel.dense == "ddp" and not config.runtime.compile:
+    # FSDP gathers weights that are cast already, and compiled layers cast them in their own code. On a CPU it saves no
+    # launch, and would pad rows to another length in a run's first step, so that a resumed run rounds otherwise.
+    casts = config.precision.name != "fp32" and config.parallel.dense == "ddp" and not config.runtime.compile
+    if casts and world.device.type == "cuda":
         cast_together(arch, by_layer=world.size > 1 and not graphs)
     if graphs:
         use_graphs(arch)

@@ -76,10 +76,18 @@ def attend(
     return weights.to(v.dtype) @ v
 
 
-def layer_norm(query: Tensor) -> Tensor:
+def layer_norm(query: Tensor, heads: int = 0) -> tuple[Tensor, Tensor]:
     # Autocast widens norms.
-    return F.layer_norm(query, query.shape[-1:], eps=EPSILON).to(query.dtype)
+    normed = F.layer_norm(query, query.shape[-1:], eps=EPSILON).to(query.dtype)
+    if heads:
+        parts = normed.unflatten(-1, (heads, -1))
+        normed = F.rms_norm(parts, parts.shape[-1:], eps=EPSILON).to(query.dtype).flatten(-2)
+    return normed, query
 
 
-def add_norms(x: Tensor, query: Tensor) -> Tensor:
-    return (query + F.rms_norm(x + layer_norm(query), x.shape[-1:], eps=EPSILON)).to(query.dtype)
+def add_norms(x: Tensor, query: Tensor, norm: bool = False) -> tuple[Tensor, ...]:
+    out = (query + F.rms_norm(x + layer_norm(query)[0], x.shape[-1:], eps=EPSILON)).to(query.dtype)
+    if not norm:
+        return (out,)
+    normed = F.rms_norm(out, out.shape[-1:], eps=EPSILON).to(out.dtype)
+    return out, normed, normed

@@ -6,6 +6,7 @@ The equations are in the README of this folder.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import reduce
 from typing import Literal, cast, overload
 
 import torch
@@ -16,7 +17,7 @@ from kernels.core.constants import EPSILON
 from kernels.core.dispatch import FLOATS, Backend, needs_dtype, needs_triton, triton_floats
 from kernels.tokens import reference
 from kernels.tokens.limits import MANY, MAX_DEPTH, MAX_WIDTH
-from kernels.tokens.parts import Unbind
+from kernels.tokens.parts import Split, Unbind
 from kernels.tokens.rotation import project_qkv, rotate, rotate_qkv
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "add_rms_norm",
     "biased_linear",
     "concat_finite",
+    "concat_tokens",
     "has_rows",
     "move_rows_",
     "place_rows",
@@ -33,6 +35,7 @@ __all__ = [
     "rotate",
     "rotate_qkv",
     "silu_mlp",
+    "split_tokens",
     "unbind",
     "zero_unless_",
 ]
@@ -64,7 +67,8 @@ def add_rms_norm(
 
     `rows` [...] int64 must name each of 0 .. N - 1 at most once, which is not checked; -1 stands for a row of zeros.
     The third result is [..., D], and empty without `rows`. With `twice` the norm is also the fourth result, for a
-    second reader: the gradients from both are added where the norm's is made, and not in a pass of their own.
+    second reader: the gradients from both, and that of the first result, are added where the norm's is made, and not
+    in a pass of their own.
     ValueError for shapes and dtypes that do not fit.
     """
     if x.dim() != 2 or not x.is_floating_point() or (change is not None and change.shape != x.shape):
@@ -103,6 +107,24 @@ def concat_finite(parts: Sequence[Tensor], *, backend: str | None = None) -> tup
         raise ValueError(f"parts must be matrices of one width and one floating dtype, at least one; got {shapes}")
     chosen = dispatch.choose_in_eager("concat_finite", backend, parts[0])
     return cast("tuple[Tensor, Tensor]", chosen(list(parts)))
+
+
+def concat_tokens(parts: Sequence[Tensor], added: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+    """Tokens of parts [N, n_i, D] side by side, [N, sum n_i, D], plus `added`, of that shape, if there is any.
+
+    In the widest of their dtypes, as torch.cat and a sum. PyTorch moves parts of larger tensors element by element, and
+    adds in a pass of its own. ValueError for other shapes.
+    """
+    kinds = {(part.dim(), part.shape[0], part.shape[-1]) for part in parts}
+    if len(kinds) != 1 or parts[0].dim() != 3:
+        shapes = [tuple(part.shape) for part in parts]
+        raise ValueError(f"parts must be at least one, [N, n, D] of one N and D; got {shapes}")
+    dtype = reduce(torch.promote_types, [part.dtype for part in parts])
+    parts = [part if part.dtype is dtype else part.to(dtype) for part in parts]
+    shape = parts[0].shape[0], sum(part.shape[1] for part in parts), parts[0].shape[2]
+    if added is not None and added.shape != shape:
+        raise ValueError(f"added must have the shape of all parts, {shape}, got {tuple(added.shape)}")
+    return cast(Tensor, dispatch.choose_in_eager("concat_tokens", backend, parts[0])(parts, added))
 
 
 def move_rows_(
@@ -162,6 +184,7 @@ def rms_norm(
     dtype: torch.dtype | None = None,
     epsilon: float = EPSILON,
     twice: Literal[False] = False,
+    beside: Literal[False] = False,
     backend: str | None = None,
 ) -> Tensor: ...
 
@@ -172,9 +195,10 @@ def rms_norm(
     *,
     dtype: torch.dtype | None = None,
     epsilon: float = EPSILON,
-    twice: Literal[True],
+    twice: bool = False,
+    beside: bool = False,
     backend: str | None = None,
-) -> tuple[Tensor, Tensor]: ...
+) -> tuple[Tensor, ...]: ...
 
 
 def rms_norm(
@@ -183,19 +207,21 @@ def rms_norm(
     dtype: torch.dtype | None = None,
     epsilon: float = EPSILON,
     twice: bool = False,
+    beside: bool = False,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """x / sqrt(mean(x^2) + epsilon) over the last dimension of x [..., D], in `dtype`; without one, in that of x.
 
-    Statistics are at least float32. Zeros stay zeros with a finite gradient. With `twice` a pair of it, for two
-    readers, whose gradients are added where that of x is made. ValueError for integers.
+    Statistics are at least float32. Zeros stay zeros with a finite gradient. With `twice` a tuple of it, for two
+    readers, and with `beside` one that ends with x, for whoever reads that too: all gradients are added where that of x
+    is made. ValueError for integers.
     """
     dtype = dtype or x.dtype
     for name, kind in (("x", x.dtype), ("dtype", dtype)):
         if not kind.is_floating_point:
             raise ValueError(f"{name} must be of a floating type, e.g. torch.bfloat16, got {kind}")
     chosen = dispatch.choose_in_eager("rms_norm", backend, x, width=x.shape[-1], out_dtype=dtype)
-    return cast("Tensor | tuple[Tensor, Tensor]", chosen(x, dtype, epsilon, twice))
+    return cast("Tensor | tuple[Tensor, ...]", chosen(x, dtype, epsilon, twice, beside))
 
 
 def silu_mlp(
@@ -225,6 +251,13 @@ def silu_mlp(
     many = not torch.compiler.is_compiling() and x.numel() >= MANY * x.shape[-1]
     chosen = dispatch.choose_in_eager("silu_mlp", backend, x, many=many, **facts)
     return cast(Tensor, chosen(x, inner, bias, outer, outer_bias))
+
+
+def split_tokens(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """x.split(sizes, 1) of tokens x [N, n, D], whose gradients are put together by `concat_tokens`."""
+    if torch.compiler.is_compiling():
+        return x.split(list(sizes), 1)
+    return cast("tuple[Tensor, ...]", Split.apply(x, list(sizes), concat_tokens))
 
 
 def unbind(x: Tensor) -> tuple[Tensor, ...]:
@@ -303,6 +336,7 @@ for _op, _function, _supports, _specification in (
     ("add_rms_norm", "residual:add_rms_norm", _added, reference.add_rms_norm),
     ("biased_linear", "bias:biased_linear", _biased, reference.biased_linear),
     ("concat_finite", "gradients:concat_finite", triton_floats, reference.concat_finite),
+    ("concat_tokens", "placement:concat_tokens", triton_floats, reference.concat_tokens),
     ("move_rows", "placement:move_rows_", triton_floats, reference.move_rows_),
     ("place_rows", "placement:place_rows", triton_floats, reference.place_rows),
     ("rms_norm", "norm_operator:rms_norm", _normed, reference.rms_norm),

@@ -1,7 +1,8 @@
-"""The parts of a fused projection, whose gradients need no copy where they already lie together."""
+"""Parts of a fused projection, whose gradients need no copy where they already lie together, and parts of tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,19 @@ class Unbind(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         together = whole(gradients)
         return torch.stack(gradients, 1) if together is None else together
+
+
+class Split(torch.autograd.Function):
+    """x.split(sizes, 1) of x [N, n, D], with gradients put together by `concat`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: list[int], concat: Callable[[list[Tensor]], Tensor]) -> tuple[Tensor, ...]:
+        ctx.concat = concat
+        return x.split(sizes, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.concat(list(gradients)), None, None
 
 
 def whole(parts: tuple[Tensor, ...]) -> Tensor | None:

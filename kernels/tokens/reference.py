@@ -37,6 +37,11 @@ def concat_finite(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
     return whole, whole.isfinite().all().float()
 
 
+def concat_tokens(parts: list[Tensor], added: Tensor | None) -> Tensor:
+    whole = torch.cat(parts, 1)
+    return whole if added is None else whole + added
+
+
 def move_rows_(out: Tensor, rows: Tensor, places: Tensor, scatter: bool, divisor: float) -> Tensor:
     moved = rows if scatter else rows[places]
     moved = moved if divisor == 1 else moved / divisor
@@ -58,10 +63,18 @@ def project_qkv(
     )
 
 
-def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float, twice: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+def of_readers(normed: Tensor, *others: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+    """The norm alone, or a tuple with those others that there are."""
+    given = [other for other in others if other is not None]
+    return (normed, *given) if given else normed
+
+
+def rms_norm(
+    x: Tensor, dtype: torch.dtype, epsilon: float, twice: bool = False, beside: bool = False
+) -> Tensor | tuple[Tensor, ...]:
     # PyTorch takes the statistics in at least float32 whatever the input, and autocast widens the result too.
     normed = F.rms_norm(x, x.shape[-1:], eps=epsilon).to(dtype)
-    return (normed, normed) if twice else normed
+    return of_readers(normed, normed if twice else None, x if beside else None)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:

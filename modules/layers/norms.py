@@ -25,10 +25,10 @@ def row_norm(rows: Tensor, dtype: torch.dtype | None = None, *, twice: Literal[F
 
 
 @overload
-def row_norm(rows: Tensor, dtype: torch.dtype | None = None, *, twice: Literal[True]) -> tuple[Tensor, Tensor]: ...
+def row_norm(rows: Tensor, dtype: torch.dtype | None = None, *, twice: Literal[True]) -> tuple[Tensor, ...]: ...
 
 
-def row_norm(rows: Tensor, dtype: torch.dtype | None = None, *, twice: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+def row_norm(rows: Tensor, dtype: torch.dtype | None = None, *, twice: bool = False) -> Tensor | tuple[Tensor, ...]:
     """RMSNorm of what was looked up: x / sqrt(mean(x^2) + QUIET^2), [..., d] -> [..., d] in `dtype`; with `twice` a
     pair of it, for two readers, as `rms_norm` makes it.
 

@@ -56,7 +56,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(run_dir: Path) -> tuple[PretrainedModel, PreparedSource]:
-    path = checkpoint.named(str(run_dir), "")
+    path = checkpoint.resolve(str(run_dir), "")
     config = from_dict(checkpoint.read_meta(path)["config"], [])
     source = build_source(config.data)
     assert isinstance(source, PreparedSource)
@@ -118,7 +118,7 @@ def exported(teacher: Path) -> Path:
 
 
 def source_of_run(run_dir: Path) -> PreparedSource:
-    source = build_source(from_dict(checkpoint.read_meta(checkpoint.named(str(run_dir), ""))["config"], []).data)
+    source = build_source(from_dict(checkpoint.read_meta(checkpoint.resolve(str(run_dir), ""))["config"], []).data)
     assert isinstance(source, PreparedSource)
     return source
 

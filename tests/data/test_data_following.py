@@ -78,7 +78,7 @@ def events_of(source: PreparedSource) -> dict[int, tuple[list[int], list[int], i
     }
 
 
-@pytest.mark.parametrize("changes", [(), ("data.rows_at_once=25",)], ids=["memory", "disk"])
+@pytest.mark.parametrize("changes", [(), ("data.rows_at_once=25",), ("data.known_at={click: known}",)])
 def test_later_rows_see_what_they_would_see_in_one_preparation(tmp_path: Path, changes: tuple[str, ...]) -> None:
     config_of(tmp_path)
     write(tmp_path / "log", 0)
@@ -94,7 +94,7 @@ def test_later_rows_see_what_they_would_see_in_one_preparation(tmp_path: Path, c
     assert isinstance(whole, PreparedSource)
     expected, later = events_of(whole), events_of(follower.source)
     assert len(later) == ROWS
-    assert any(len(items) > 20 for items, _, _ in later.values())
+    assert any(len(items) > 12 for items, _, _ in later.values())
     for time, each in later.items():
         assert each == expected[time]
     assert not follower.take(parts, 3, nothing)

@@ -17,7 +17,7 @@ SECOND = 1000
 def group(user, time, **changes):
     settings = {
         "request": None,
-        "part": np.full(len(user), -1),
+        "split_of": np.full(len(user), -1),
         "window": 60,
         "max_candidates": 4,
         "split": [0.8, 0.1, 0.1],
@@ -100,12 +100,12 @@ def test_split_by_time_divides_candidates_and_no_request():
 
 def test_files_that_decide_their_split_keep_it():
     user, time = random_rows(1, count=300)
-    part = np.repeat([-1, 2], [200, 100])
-    requests = group(user, time, part=part)
+    split_of = np.repeat([-1, 2], [200, 100])
+    requests = group(user, time, split_of=split_of)
     assert sorted(requests.rows("test")) == list(range(200, 300))
     assert len(requests.rows("valid")) == pytest.approx(200 / 9, abs=4)
-    part = np.repeat([0, 1, 2], [100, 100, 100])
-    requests = group(user, time, part=part)
+    split_of = np.repeat([0, 1, 2], [100, 100, 100])
+    requests = group(user, time, split_of=split_of)
     for index, name in enumerate(("train", "valid", "test")):
         assert sorted(requests.rows(name)) == list(range(100 * index, 100 * index + 100))
 

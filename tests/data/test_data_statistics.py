@@ -218,7 +218,7 @@ def test_rows_on_the_disk_make_the_same_numbers_and_counters(tmp_path, at_once):
         assert contents[0] == contents[1], name
 
 
-def test_later_files_and_requests_go_on_from_the_counters(tmp_path):
+def test_later_files_and_requests_go_on_from_the_counters(tmp_path, caplog):
     """A day after the first ones: the same numbers with all files, from the counters of a run, and of its requests."""
     days, now = make_table(), START + SPAN + 3 * 86400
     last = make_table(count=60, seed=3, start=now, span=1)
@@ -230,6 +230,9 @@ def test_later_files_and_requests_go_on_from_the_counters(tmp_path):
     together = source_of(dataclasses.replace(config, test_files=["last.parquet"]))
     after = source_of(dataclasses.replace(config, files=["last.parquet"], vocabulary_of=str(run), statistics="auto"))
     assert after.meta["statistics"] == first.meta["statistics"]
+    assert "in time order" not in caplog.text
+    source_of(dataclasses.replace(config, vocabulary_of=str(run), statistics="auto", rows_at_once=ROWS // 3))
+    assert caplog.text.count("rows that both have count twice; give each row once, in time order") == 1
     mine, theirs = dense_of(after, "train"), dense_of(together, "test")
     assert [mine[row] for row in range(60)] == [theirs[ROWS + row] for row in range(60)]
 

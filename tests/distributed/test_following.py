@@ -42,6 +42,7 @@ def table_of(number: int) -> pa.Table:
             "user": generator.integers(5, size=ROWS),
             "item": generator.integers(20 + 10 * number, size=ROWS),
             "time": np.arange(ROWS) * 10 + 10_000 * number,
+            "known": np.arange(ROWS) * 10 + 10_000 * number + 1501 * (np.arange(ROWS) % 7),
             "click": generator.integers(2, size=ROWS),
         }
     )

@@ -81,7 +81,7 @@ def test_requests_are_ranked_and_found_in_the_predictions(trained: Path, tmp_pat
 def test_every_feature_of_a_run_has_a_worth(trained: Path, tmp_path: Path) -> None:
     run_ranks(importance.main, 2, [f"run_dir={trained}", "steps=2", f"out={tmp_path}", "runtime.device=cpu"])
     worth = json.loads((tmp_path / "importance.json").read_text())
-    spec = build_source(from_dict(read_meta(checkpoint.named(str(trained), ""))["config"], []).data).spec
+    spec = build_source(from_dict(read_meta(checkpoint.resolve(str(trained), ""))["config"], []).data).spec
     assert worth.keys() == set(importance.features_of(spec))
     assert all(value is not None for values in worth.values() for value in values.values())
 

@@ -184,6 +184,8 @@ import torch
 torch.set_default_device("meta")  # no constant of the package may lie there
 import kernels
 torch.set_default_device("cpu")
+import kernels.testing, kernels.bench.__main__
+import kernels.bench.cases.gdpa, kernels.bench.cases.jagged, kernels.bench.cases.mxfp8
 values, offsets = torch.ones(3, 2), torch.tensor([0, 1, 1, 3])
 values = kernels.mxfp8.dequantize(kernels.mxfp8.quantize(values))
 print(kernels.jagged.segment_sum(values, offsets).tolist())

@@ -64,31 +64,6 @@ def test_comments_are_ascii() -> None:
     assert wrong == []
 
 
-def test_tests_that_the_documentation_names_exist() -> None:
-    named = [
-        (name, *match)
-        for name in repository_files(".md")
-        for match in re.findall(r"`(test_\w+\.py)::(test_\w+)`", (ROOT / name).read_text(encoding="utf-8"))
-    ]
-    assert len(named) > 40
-    files: dict[str, str] = {}  # several may have one name
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        files[path.name] = files.get(path.name, "") + path.read_text(encoding="utf-8")
-    assert [entry for entry in named if f"def {entry[2]}(" not in files.get(entry[1], "")] == []
-
-
-def test_files_that_tables_of_kernel_families_name_exist() -> None:
-    """A name in the first cell of a row is that of a file of the family, or a path from the root of the repository."""
-    wrong, families = [], sorted((ROOT / "kernels").glob("*/README.md"))
-    for page in families:
-        cells = re.findall(r"^\| ([^|]*) \|", page.read_text(encoding="utf-8"), re.MULTILINE)
-        named = [name for cell in cells for name in re.findall(r"`([\w./]+\.py)`", cell)]
-        wrong += [(page.parent.name, x) for x in named if not (page.parent / x).exists() and not (ROOT / x).exists()]
-    assert wrong == []
-    code = {path.parent for path in (ROOT / "kernels").glob("*/reference.py")}
-    assert {page.parent for page in families} == code, "each family has a specification and a README"
-
-
 def test_data_files_parse() -> None:
     for name in repository_files(".yaml", ".yml"):
         list(yaml.safe_load_all((ROOT / name).read_text()))

@@ -27,15 +27,24 @@ FOLDER = "prepared/variants/{}"
 LOGS = {log: (f"data={log.partition('_')[0]}_log", f"data.root={FOLDER.format(log)}") for log in GENERATED}
 LOGS["ids"] = ("data=movielens_ids",)
 KEPT = ("step", "best_step", "seconds", "valid", "test")
+ABOUT = ("device", "commit")
 
 NO_STATISTICS = "no statistics"
+NO_PLAIN_HEAD = {"no plain head": ("model.plain_head=false",)}
+OF_MANY = {  # what `train.process.length` chooses for many requests
+    "settings of large logs": (
+        *("optimizer.lr=0.001", "optimizer.sparse_lr=0.02", "model.dropout=0"),
+        "model.plain_head=false",
+    )
+}
 ARMS: dict[str, dict[str, tuple[str, ...]]] = {
     "interformer": {
         BASE: (),
-        "no plain head": ("model.plain_head=false",),
+        **NO_PLAIN_HEAD,
         NO_STATISTICS: ("data.statistics=none",),
     },
-    "kunlun": {BASE: ()},
+    "kunlun": {BASE: (), **NO_PLAIN_HEAD, **OF_MANY},
+    "gem": {BASE: (), **OF_MANY},
     "din": {BASE: ()},
     "dcnv2": {BASE: ()},
     "lightgbm": {BASE: ("model=din", "tracking.tags=[lightgbm]")},
@@ -86,10 +95,11 @@ def _overrides(model: str, arm: str) -> list[str]:
     return [*([] if model == "lightgbm" else [f"model={model}"]), *ARMS[model][arm]]
 
 
-def dumped(found: run.Results) -> str:
-    """A line a run."""
-    about = {key: ", ".join(sorted({each[key][:40] for each in found.values()})) for key in ("device", "commit")}
-    lines = []
+def dumped(found: run.Results, before: dict[str, Any]) -> str:
+    """A line a run; those of `before` that were not run again stay."""
+    values = {key: {*before["about"][key].split(", "), *(each[key][:40] for each in found.values())} for key in ABOUT}
+    about = {key: ", ".join(sorted(values[key] - {""})) for key in ABOUT}
+    lines = [json.dumps(each) for each in before["runs"] if each["name"] not in found]
     for each in found.values():
         numbers = {
             split: {key: round(v, 5) for key, v in each[split].items() if key.split("/")[1] in KEPT_METRICS}
@@ -120,7 +130,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no job later than this after the start")
-    parser.add_argument("--store", type=Path, nargs="?", const=STORED / "small_logs.json", help="write this file")
+    parser.add_argument("--store", type=Path, nargs="?", const=STORED / "small_logs.json", help="add to this file")
     extra = [each for each in arguments if "=" in each and not each.startswith("--")]
     options = parser.parse_args([each for each in arguments if each not in extra])
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -130,7 +140,9 @@ def main(arguments: list[str]) -> int:
     found = run.results(options.out)
     print("\n".join([*compared(list(found.values())), "", *tested(list(found.values()))]))
     if options.store:
-        options.store.write_text(dumped(found))
+        empty = {"about": dict.fromkeys(ABOUT, ""), "runs": []}
+        before = json.loads(options.store.read_text()) if options.store.exists() else empty
+        options.store.write_text(dumped(found, before))
     return 0 if whole else 1
 
 

@@ -99,7 +99,7 @@ def best_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def named(run_dir: str, path: str) -> Path:
+def resolve(run_dir: str, path: str) -> Path:
     """What a command's `checkpoint=` names, or the best checkpoint of its `run_dir=`, the newest if none was validated.
 
     Raises ValueError unless one of the two is named, the other empty, and when the run has no whole checkpoint.

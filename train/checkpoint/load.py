@@ -17,7 +17,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from modules.layers.embedding.managed_local import OF_TRAINING
 from train.checkpoint import manifest, moments
 from train.checkpoint.compatible import check_config, check_data, check_keys, differences
-from train.checkpoint.find import best_checkpoint, checkpoints, intact_best, named, newest_intact, read_meta
+from train.checkpoint.find import best_checkpoint, checkpoints, intact_best, newest_intact, read_meta, resolve
 from train.checkpoint.progress import Progress
 from train.checkpoint.read import read, read_metadata
 from train.checkpoint.state import model_state, optimizer_state, restore_rng, rng_state
@@ -35,9 +35,9 @@ __all__ = [
     "intact_best",
     "load",
     "load_weights",
-    "named",
     "newest_intact",
     "read_meta",
+    "resolve",
     "take",
 ]
 

@@ -34,7 +34,7 @@ def load(
     assert start.load is not None
     path = Path(start.load)
     if (path / "checkpoints").is_dir():
-        path = checkpoint.named(str(path), "")
+        path = checkpoint.resolve(str(path), "")
     manifest.verify(path, world)
     meta, saved, state = checkpoint.read_meta(path), read_metadata(path), model_state(model)
     extends = source.extends is not None and source.extends == meta["data_fingerprint"]

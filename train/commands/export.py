@@ -138,7 +138,7 @@ def main(arguments: list[str]) -> Path:
         if options[name] not in ("true", "false"):
             raise ValueError(f"{name}={options[name]} must be true or false, e.g. {name}=false")
     max_candidates = int(most)
-    path = checkpoint.named(options["run_dir"], options["checkpoint"])
+    path = checkpoint.resolve(options["run_dir"], options["checkpoint"])
     config = from_dict(checkpoint.read_meta(path)["config"], overrides)
     dispatch.force(config.runtime.kernels)
     kind = (

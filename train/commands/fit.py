@@ -252,12 +252,12 @@ class _Counter:
     def __init__(self, without: set[int]) -> None:
         self._without = without
         self._kept: dict[int, torch.UntypedStorage] = {}
-        self._further = 0
+        self._extra = 0
         self._inside = 0  # modules that will run again, of which only the arguments are kept
 
     @property
     def total(self) -> int:
-        return self._further + sum(storage.nbytes() for storage in self._kept.values())
+        return self._extra + sum(storage.nbytes() for storage in self._kept.values())
 
     def keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -305,7 +305,7 @@ class _Counter:
             self._keep_all((arguments, named, result))
             if op == "moe_experts":
                 _, selected, _, gate_up, *_ = arguments
-                self._further += selected.numel() * gate_up.shape[1] * 2
+                self._extra += selected.numel() * gate_up.shape[1] * 2
             return result
 
         return run

@@ -140,7 +140,7 @@ def main(arguments: list[str]) -> dict[str, dict[str, float]]:
     split = checked_split(options["split"])
     if not options["steps"].isdecimal():
         raise ValueError(f"steps={options['steps']} must be a number of batches, e.g. steps=100, or 0 for all")
-    path = checkpoint.named(options["run_dir"], options["checkpoint"])
+    path = checkpoint.resolve(options["run_dir"], options["checkpoint"])
     out = Path(options["out"] or path.with_name(f"{path.name}-importance-{split}"))
     with trained(path, overrides, out) as job:
         binary_only(job.config.tasks, "train.commands.importance")

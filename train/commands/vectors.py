@@ -200,7 +200,7 @@ def main(arguments: list[str]) -> Path:
     names, vector = parsed(options["of"]), options["vector"]
     columns = [each for each in options["columns"].split(",") if each]
     splits = [checked_split(each) for each in options["split"].split(",")]
-    path = checkpoint.named(options["run_dir"], options["checkpoint"])
+    path = checkpoint.resolve(options["run_dir"], options["checkpoint"])
     out = Path(options["out"] or path.absolute().parent.parent / "vectors")
     with trained(path, overrides, out) as job, torch.no_grad(), in_high_precision(job.ranking_model):
         check(job, names, columns, vector)

@@ -121,7 +121,7 @@ class HistoryConfig:
     time_format: str | None = None  # of its times; default: that of the labelled rows
     lists: bool = False  # read list columns of the row, oldest event first
     times: str | None = None  # with lists: list column of the events' times; absent: only their order is known
-    # of rows: column of the time from which the event is known; default: that of a label whose column `where` names
+    # column of the time from which the event is known; default: of rows, that of a label whose column `where` names
     known_at: str | None = None
 
     def check_at(self, path: str) -> None:

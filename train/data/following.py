@@ -17,6 +17,7 @@ from typing import Any
 
 from train.config.schema import Config, EventsConfig
 from train.data import build_source
+from train.data.events.names import known_at
 from train.data.events.read import row_files
 from train.data.source import PreparedSource, Source
 from train.data.storage.find import find_files
@@ -178,7 +179,9 @@ class Follower:
         data = self._data
         rows = [*before, *names, *data.valid_files, *data.test_files]
         histories = {
-            name: each if each.files or each.lists else dataclasses.replace(each, files=rows)
+            name: each
+            if each.files or each.lists
+            else dataclasses.replace(each, files=rows, known_at=known_at(data, each))
             for name, each in data.histories.items()
         }
         vectors = {name: dataclasses.replace(each, files=[]) for name, each in data.table_vectors.items()}

@@ -70,7 +70,7 @@ def prepare(config: MovieLensConfig, folder: Path) -> None:
         user.codes,
         time,
         request=None,
-        part=np.full(len(rows), -1),
+        split_of=np.full(len(rows), -1),
         window=config.request_window,
         max_candidates=config.max_candidates or IN_WINDOW,
         split=config.split,

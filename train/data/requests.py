@@ -44,7 +44,7 @@ def group_requests(
     time: np.ndarray,
     *,
     request: np.ndarray | None,
-    part: np.ndarray,
+    split_of: np.ndarray,
     window: int,
     max_candidates: int | None,
     split: Sequence[float],
@@ -53,11 +53,11 @@ def group_requests(
 ) -> Requests:
     """Requests of rows, split by time, or with `held_out` by their place in their user's history.
 
-    rows [M]: those to use; user, time, request, part [N]: codes, milliseconds, codes or None, and the index in `SPLITS`
-    of rows whose file decides their split (-1: time decides). Rows of one user and one request id are one request;
-    without request ids, those that start within `window` seconds of its first row. More than `max_candidates` rows
-    are several requests (None: no limit). Splits without files of their own share the rest, oldest first, in the ratio
-    of `split`; a request is never divided between splits.
+    rows [M]: those to use; user, time, request, split_of [N]: codes, milliseconds, codes or None, and the index in
+    `SPLITS` of rows whose file decides their split (-1: time decides). Rows of one user and one request id are one
+    request; without request ids, those that start within `window` seconds of its first row. More than `max_candidates`
+    rows are several requests (None: no limit). Splits without files of their own share the rest, oldest first, in the
+    ratio of `split`; a request is never divided between splits.
 
     `held_out`: indices in `SPLITS` of what a user's last request is of, the one before it, and so on; all others train,
     or the last of them with `train_requests` "last", whose history holds the rest. Of a file that decides the split a
@@ -68,15 +68,15 @@ def group_requests(
         user,
         time,
         request=request,
-        part=part,
+        split_of=split_of,
         window=window,
         max_candidates=max_candidates,
         held_out=held_out,
         train_requests=train_requests,
     )
     warn_of_long([np.bincount(formed.sizes)], max_candidates)
-    parts, offsets = formed.parts, formed.offsets
-    counts = np.bincount(parts + 1, minlength=len(SPLITS) + 1).tolist()
+    splits, offsets = formed.splits, formed.offsets
+    counts = np.bincount(splits + 1, minlength=len(SPLITS) + 1).tolist()
     free = int(offsets[counts[0]])
     fractions = split if held_out is None else None
     bounds = split_bounds(counts, free, lambda candidates: int(np.searchsorted(offsets, candidates)), fractions)
@@ -89,7 +89,7 @@ class Formed:
 
     order: np.ndarray  # [C], as in `Requests`
     offsets: np.ndarray  # [R + 1]
-    parts: np.ndarray  # [R]
+    splits: np.ndarray  # [R]
     earlier: np.ndarray
     sizes: np.ndarray  # rows of each request id, of which more than max_candidates became several requests
 
@@ -100,14 +100,14 @@ def form_requests(
     time: np.ndarray,
     *,
     request: np.ndarray | None,
-    part: np.ndarray,
+    split_of: np.ndarray,
     window: int,
     max_candidates: int | None,
     held_out: Sequence[int] | None,
     train_requests: str,
 ) -> Formed:
     """`group_requests` before the split; it needs all rows of its users, but not all users."""
-    keys = [time, *([] if request is None else [request]), user, part]
+    keys = [time, *([] if request is None else [request]), user, split_of]
     order = rows[np.lexsort([key[rows] for key in keys])]
     same = np.ones(max(len(order) - 1, 0), bool)
     for key in keys[1:]:
@@ -125,16 +125,16 @@ def form_requests(
     starts = _follow(run_ends - sizes, limit, run_ends)
     lengths = np.diff(np.append(starts, len(order)))
     first = order[starts]
-    parts, unused = part[first], np.zeros(len(first), bool)
+    splits, unused = split_of[first], np.zeros(len(first), bool)
     if held_out is not None:
-        parts, unused = _hold_out(user[first], time[first], parts, held_out)
-        unused &= (parts > 0) | (train_requests == "last")
-    used, earlier = np.flatnonzero(~unused), unused & (parts == 0)
-    by_time = used[np.lexsort((starts[used], time[first[used]], parts[used]))]
+        splits, unused = _hold_out(user[first], time[first], splits, held_out)
+        unused &= (splits > 0) | (train_requests == "last")
+    used, earlier = np.flatnonzero(~unused), unused & (splits == 0)
+    by_time = used[np.lexsort((starts[used], time[first[used]], splits[used]))]
     in_histories = order[ranges(starts[earlier], lengths[earlier])]
     order = order[ranges(starts[by_time], lengths[by_time])]
     offsets = np.append(0, np.cumsum(lengths[by_time]))
-    return Formed(order, offsets, parts[by_time], in_histories, np.zeros(0, np.int64) if request is None else sizes)
+    return Formed(order, offsets, splits[by_time], in_histories, np.zeros(0, np.int64) if request is None else sizes)
 
 
 def sorted_by_vendor(order: np.ndarray, offsets: np.ndarray, vendor: np.ndarray) -> np.ndarray:
@@ -181,22 +181,22 @@ def warn_of_long(sizes: Iterable[np.ndarray], max_candidates: int | None) -> Non
 
 
 def _hold_out(
-    user: np.ndarray, time: np.ndarray, part: np.ndarray, held: Sequence[int]
+    user: np.ndarray, time: np.ndarray, split_of: np.ndarray, held: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(index in `SPLITS`, whether a later request of the user is of the same split) of requests.
 
-    part: the split that a request's file decides; `held` are those of the last requests of files that decide none.
+    split_of: the split that a request's file decides; `held` are those of the last requests of files that decide none.
     """
-    order = np.lexsort((np.arange(len(user)), time, user, part))
-    group = user[order] * np.int64(len(SPLITS) + 1) + part[order]
+    order = np.lexsort((np.arange(len(user)), time, user, split_of))
+    group = user[order] * np.int64(len(SPLITS) + 1) + split_of[order]
     ends = np.append(np.flatnonzero(np.diff(group)) + 1, len(group))
     from_end = np.empty(len(user), np.int64)
     from_end[order] = np.repeat(ends, np.diff(ends, prepend=0)) - 1 - np.arange(len(user))
-    parts = np.maximum(part, 0)
-    trains = parts == 0
+    splits = np.maximum(split_of, 0)
+    trains = splits == 0
     for place, index in enumerate(held):
-        parts[trains & (from_end == place)] = index
-    return parts, from_end > np.where(trains, len(held), 0)
+        splits[trains & (from_end == place)] = index
+    return splits, from_end > np.where(trains, len(held), 0)
 
 
 def earlier_events(

@@ -131,7 +131,7 @@ def main(arguments: list[str]) -> dict[str, float]:
     defaults = {"run_dir": "", "checkpoint": "", "split": "test", "out": ""}
     options, overrides = split_options(arguments, defaults, "run_dir=RUN_DIR split=test")
     split = checked_split(options["split"])
-    path = checkpoint.named(options["run_dir"], options["checkpoint"])
+    path = checkpoint.resolve(options["run_dir"], options["checkpoint"])
     out = Path(options["out"] or path.with_name(f"{path.name}-{split}"))
     with trained(path, overrides, out) as job:
         values, _ = evaluate_split(job, split, out / "predictions")

@@ -76,7 +76,7 @@ def evaluate_catalogue(
     first, items = first_item(job), num_rows(job)
     remaining = iter(batches)
     while group := [_targets(job, batch) for batch in islice(remaining, max(1, HELD // size))]:
-        targets = _together(group)
+        targets = _concatenated(group)
         greater, tied = count_better(job, targets)
         known = (targets.ids >= first) & (targets.ids < items) & targets.score.isfinite()
         of_request = targets.of_request if several else None
@@ -170,7 +170,7 @@ def _scores(query: Tensor, item: Tensor) -> Tensor:
     return torch.cat([query.new_zeros(0), *((left @ right.T).diagonal() for left, right in parts)])
 
 
-def _together(parts: Sequence[Targets]) -> Targets:
+def _concatenated(parts: Sequence[Targets]) -> Targets:
     return Targets(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Targets)))
 
 

@@ -168,7 +168,7 @@ def build_teacher(job: Job) -> Teacher | None:
         return None
     path = Path(distill.checkpoint)
     if (path / "checkpoints").is_dir():
-        path = checkpoint.named(str(path), "")
+        path = checkpoint.resolve(str(path), "")
     config = from_dict(checkpoint.read_meta(path)["config"], [])
     _check_losses(config.tasks, "the teacher's")
     model = load_model(path, config, job.source, spec.max_candidates, device)

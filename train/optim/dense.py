@@ -54,7 +54,7 @@ class Optimizer:
         for group in adam if graphs else ():
             group["lr"] = torch.tensor(group["lr"], device=guard.world.device)  # read by every replay
         self.adam = torch.optim.AdamW(adam, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=True)
-        self.guarded = guarded.named(config, others) if others else None  # of what AdamW does not step
+        self.guarded = guarded.build(config, others) if others else None  # of what AdamW does not step
         for param in (param for group in adam for param in group["params"]):
             # So that a checkpoint's keys do not depend on whether a step was taken.
             self.adam.state[param] = {
@@ -190,8 +190,10 @@ class Optimizer:
         return self.skipped
 
     def _clip_and_step(self, norm: Tensor) -> None:
-        if self.config.clip_norm:
+        if self.config.clip_norm and self.guarded is not None:
             nn.utils.clip_grads_with_norm_(self._parts.values(), self.config.clip_norm, norm)
+        elif self.config.clip_norm:  # AdamW divides the gradients where it reads them, by 1 if they are short enough
+            self.adam.grad_scale = ((norm + 1e-6) / self.config.clip_norm).clamp(min=1).float()  # type: ignore[attr-defined]
         self.adam.found_inf = self.skipped  # type: ignore[attr-defined]
         for group in self.adam.param_groups:  # AdamW requires it in a capture, and warns about it outside one
             group["capturable"] = self._graphs and torch.cuda.is_current_stream_capturing()

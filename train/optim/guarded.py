@@ -94,7 +94,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return deepcopy({key: value for key, value in group.items() if key != "params"})
 
 
-def named(config: OptimizerConfig, groups: list[dict[str, Any]]) -> Guarded:
+def build(config: OptimizerConfig, groups: list[dict[str, Any]]) -> Guarded:
     """The class `optimizer.dense` of these groups, with `optimizer.arguments`. ValueError that names the key which it
     does not take, or says why it cannot train here."""
     name = config.dense
@@ -133,7 +133,7 @@ def check(config: OptimizerConfig) -> None:
         params = [nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))]
         if config.lr is None:  # the run has yet to choose it
             config = replace(config, lr=1e-3)
-        named(config, [{"params": params, "lr": config.lr, "peak": config.lr, "weight_decay": config.weight_decay}])
+        build(config, [{"params": params, "lr": config.lr, "peak": config.lr, "weight_decay": config.weight_decay}])
     elif config.arguments:
         raise ValueError(
             f"optimizer.arguments={config.arguments} goes with the dotted name of a class, e.g. "

@@ -41,7 +41,7 @@ def while_gradients_travel(model: nn.Module, function: Callable[[], None]) -> No
     """Let each backward call `function` while gradients of rows are on their way, once for each way they take."""
     for output in _outputs(model):
         if isinstance(exchange := getattr(output, "_dist", None), RowExchange):
-            exchange.meanwhile = function
+            exchange.overlapped = function
 
 
 def _outputs(model: nn.Module) -> Iterator[nn.Module]:
@@ -56,8 +56,8 @@ class RowExchange(nn.Module):
     def __init__(self, theirs: SequenceEmbeddingsAllToAll) -> None:
         super().__init__()
         self._group = theirs._pg
-        self._forth = theirs._forward_recat_tensor
-        self.meanwhile: Callable[[], None] = lambda: None
+        self._recat = theirs._forward_recat_tensor
+        self.overlapped: Callable[[], None] = lambda: None
 
     def forward(
         self,
@@ -75,29 +75,29 @@ class RowExchange(nn.Module):
         go to each. The other arguments are those of ids that were sorted into shards, and of ranks with several numbers
         of examples.
         """
-        forth = self._forth
+        recat = self._recat
         if sparse_features_recat is not None:
-            forth = torch.ops.fbgemm.invert_permute(sparse_features_recat)
+            recat = torch.ops.fbgemm.invert_permute(sparse_features_recat)
         order = torch.arange(len(local_embs), device=local_embs.device)
         if lengths.shape[0] > 1 or sparse_features_recat is not None:
             several = batch_size_per_rank is not None and len(set(batch_size_per_rank)) > 1
-            parts = lengths.reshape(-1) if several else lengths.reshape(lengths.shape[0] * self._group.size(), -1)
-            order = _permuted(order, parts, forth)
+            counts = lengths.reshape(-1) if several else lengths.reshape(lengths.shape[0] * self._group.size(), -1)
+            order = _permuted(order, counts, recat)
         # Of gradients: the loss of a batch is the mean of its ranks'.
         divisor = self._group.size() if get_gradient_division() else 1
         work = _Exchange(self._group, output_splits, input_splits, order, divisor)
-        return _Rows(work, _Send.apply(work, local_embs, self.meanwhile), unbucketize_permute_tensor)
+        return _Rows(work, _Send.apply(work, local_embs, self.overlapped), unbucketize_permute_tensor)
 
 
-def _permuted(values: Tensor, lengths: Tensor, forth: Tensor) -> Tensor:
-    """Values, which lie in parts of so many, with the parts in the order `forth`."""
+def _permuted(values: Tensor, lengths: Tensor, recat: Tensor) -> Tensor:
+    """Values, of which so many belong together each time, in the order `recat` of these."""
     move = torch.ops.fbgemm.permute_2D_sparse_data if lengths.dim() == 2 else torch.ops.fbgemm.permute_1D_sparse_data
-    _, permuted, _ = move(forth, lengths, values, None, len(values))
+    _, permuted, _ = move(recat, lengths, values, None, len(values))
     return permuted
 
 
 class _Exchange:
-    """Rows go forth and their gradients back, in a few collectives, of which each has a piece of what goes to any rank.
+    """Sends rows, and their gradients back, in a few collectives, of which each has a piece of what goes to any rank.
 
     While one is on its way, the next is put in order, or the one before, and what stays on this rank.
     Not by a send and a receive for each other rank: over gloo such a receive from a rank that was killed waits for its
@@ -113,13 +113,13 @@ class _Exchange:
         """
         self._group, self._divisor = group, divisor
         self._sent, self._received = list(sent), list(received)
-        pieces, self._staying = self._cut(order, self._sent)
+        pieces, self._staying = self._split(order, self._sent)
         self._leaving = [(torch.cat(piece), [len(part) for part in piece]) for piece in pieces]
 
     def begin(self, rows: Tensor) -> None:
-        """Send rows [N, D], forth."""
+        """Send rows [N, D]."""
         self._result = rows.new_empty(sum(self._received), rows.shape[1])
-        places, own = self._cut(self._result, self._received)
+        places, own = self._split(self._result, self._received)
         self._works = []
         for (order, sizes), place in zip(self._leaving, places, strict=True):
             leaving = move_rows_(rows.new_empty(len(order), rows.shape[1]), rows, order)
@@ -136,7 +136,7 @@ class _Exchange:
 
     def begin_back(self, gradient: Tensor) -> None:
         """Send the gradient [M, D] of what `end` returned, back."""
-        parts, own = self._cut(gradient.contiguous(), self._received)
+        parts, own = self._split(gradient.contiguous(), self._received)
         self._arriving = [gradient.new_empty(len(order), gradient.shape[1]) for order, _ in self._leaving]
         places = (piece.split(sizes) for piece, (_, sizes) in zip(self._arriving, self._leaving, strict=True))
         self._works = [_AllToAll(place, part, self._group) for place, part in zip(places, parts, strict=True)]
@@ -155,12 +155,12 @@ class _Exchange:
     def _put(self, gradient: Tensor, order: Tensor) -> None:
         move_rows_(self._result, gradient, order, scatter=True, divisor=self._divisor)
 
-    def _cut(self, whole: Tensor, sizes: list[int]) -> tuple[list[list[Tensor]], Tensor]:
+    def _split(self, whole: Tensor, sizes: list[int]) -> tuple[list[list[Tensor]], Tensor]:
         """A slice for each rank: pieces of those of others (none of this rank's), and this rank's."""
         slices, rank = list(whole.split(sizes)), self._group.rank()
         own, slices[rank] = slices[rank], whole[:0]
-        cut = [part.tensor_split(PIECES) for part in slices]
-        return [list(piece) for piece in zip(*cut, strict=True)], own
+        pieces = [rows.tensor_split(PIECES) for rows in slices]
+        return [list(piece) for piece in zip(*pieces, strict=True)], own
 
 
 class _AllToAll:
@@ -188,15 +188,15 @@ class _Send(torch.autograd.Function):
     """Begins the exchange of rows [N, D]. What it returns says only that `_Receive` follows it."""
 
     @staticmethod
-    def forward(ctx: Any, work: _Exchange, rows: Tensor, meanwhile: Callable[[], None]) -> Tensor:
-        ctx.work, ctx.meanwhile = work, meanwhile
+    def forward(ctx: Any, work: _Exchange, rows: Tensor, overlapped: Callable[[], None]) -> Tensor:
+        ctx.work, ctx.overlapped = work, overlapped
         work.begin(rows)
         return rows.new_empty(1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[None, Tensor, None]:
-        ctx.meanwhile()
+        ctx.overlapped()
         return None, ctx.work.end_back(), None
 
 

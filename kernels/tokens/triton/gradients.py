@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,7 @@ from kernels.core.triton import cdiv, tile_shape
 _BLOCK = 4096
 _PROGRAMS = 1024
 """Few, since mostly each only reads the condition."""
+_SMALL = 1 << 20
 
 
 @triton.jit(do_not_specialize=["size", "width", "stride"])
@@ -58,6 +61,7 @@ def zero_unless_(x: Tensor, condition: Tensor) -> Tensor:
 
 
 def concat_finite(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    parts = _with_small_ones_joined(parts)
     width, sizes = parts[0].shape[1], [len(part) for part in parts]
     whole = parts[0].new_empty(sum(sizes), width)
     finite = torch.ones((), device=whole.device)
@@ -70,3 +74,9 @@ def concat_finite(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
             grid = (cdiv(len(part), rows), cdiv(width, block), 1)
             _launch_concat(grid, key, part, place, finite, len(part), stride, width, rows, block)
     return whole, finite
+
+
+def _with_small_ones_joined(parts: list[Tensor]) -> list[Tensor]:
+    """Neighbours of less than `_SMALL` values as one: a copy takes less than launches for hundreds of features."""
+    runs = [(small, list(run)) for small, run in groupby(parts, lambda part: part.numel() < _SMALL)]
+    return [part for small, run in runs for part in ([torch.cat(run)] if small and len(run) > 1 else run)]

@@ -1,4 +1,4 @@
-"""Rows of several tensors at their places in one, by the Triton kernel."""
+"""Rows of several tensors at their places in one, and tokens of several side by side, by the Triton kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.core.operator import on_its_device
+from kernels.core.operator import intercepted, on_its_device
+from kernels.tokens import reference
 from kernels.tokens.triton import tokens
 
 
@@ -53,3 +54,37 @@ class _PlaceRows(torch.autograd.Function):
 
 def place_rows(parts: list[Tensor], places: Tensor, gradient_divisor: float = 1.0) -> Tensor:
     return _PlaceRows.apply(gradient_divisor, places, *parts)
+
+
+@on_its_device
+def _concat(parts: list[Tensor], added: Tensor | None) -> Tensor:
+    dtype = parts[0].dtype if added is None else torch.promote_types(parts[0].dtype, added.dtype)
+    sizes = [part.shape[1] for part in parts]
+    whole = parts[0].new_empty(parts[0].shape[0], sum(sizes), parts[0].shape[2], dtype=dtype)
+    others = [None] * len(parts) if added is None else added.split(sizes, 1)
+    for part, own, other in zip(parts, whole.split(sizes, 1), others, strict=True):
+        tokens.copy_heads(part, own, other)
+    return whole
+
+
+class _ConcatTokens(torch.autograd.Function):
+    """Not an operator of torch.library, whose gradients cannot be those of any number of tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, added: Tensor | None, *parts: Tensor) -> Tensor:
+        ctx.sizes = [part.shape[1] for part in parts]
+        ctx.dtypes = parts[0].dtype, None if added is None else added.dtype
+        return _concat(list(parts), added)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_parts, of_added = ctx.dtypes
+        added = grad.to(of_added) if ctx.needs_input_grad[0] else None
+        return added, *grad.to(of_parts).split(ctx.sizes, 1)
+
+
+def concat_tokens(parts: list[Tensor], added: Tensor | None) -> Tensor:
+    if intercepted((*parts, added)):
+        return reference.concat_tokens(parts, added)
+    return _ConcatTokens.apply(added, *parts)

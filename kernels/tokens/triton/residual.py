@@ -7,7 +7,7 @@ size of all tokens is written for them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -125,7 +125,7 @@ def _add_rms_norm_backward(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, change, rows = inputs
-    ctx.has_change = change is not None
+    ctx.has_change = ctx.has_total = change is not None
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[0] if ctx.has_change else x, rows)
 
@@ -138,9 +138,9 @@ def _backward(
         d_normed, more = more, None
     if d_normed is None:
         d_normed = torch.zeros_like(total)
-    # Without a change the sum is not an output, and without `rows` none is picked.
+    # Without a change the operator has no sum, and without `rows` none is picked.
     d = _add_rms_norm_backward(
-        d_total if ctx.has_change else None, d_normed, more, None if rows is None else d_picked, total, rows
+        d_total if ctx.has_total else None, d_normed, more, None if rows is None else d_picked, total, rows
     )
     return d, d if ctx.has_change else None, None
 
@@ -149,24 +149,24 @@ _add_rms_norm.register_autograd(_backward, setup_context=_save)
 
 
 class _TwoReaders(torch.autograd.Function):
-    """Not an operator of torch.library, none of whose results may be another's memory."""
+    """Not an operator of torch.library, none of whose results may be another's memory, or an argument's, as the sum
+    is without a change."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, change: Tensor | None, rows: Tensor | None) -> tuple[Tensor, ...]:
         total, normed, picked = _add_rms_norm(x, change, rows)
         _save(ctx, (x, change, rows), (total, normed, picked))
-        return total, normed, picked, normed.view_as(normed)
+        ctx.has_total = True
+        return x.view_as(x) if change is None else total, normed, picked, normed.view_as(normed)
 
     backward = staticmethod(once_differentiable(_backward))
 
 
 def add_rms_norm(x: Tensor, change: Tensor | None, rows: Tensor | None, twice: bool = False) -> tuple[Tensor, ...]:
     if twice and not intercepted((x, change, rows)):
-        total, *others = _TwoReaders.apply(x, change, rows)
-    else:
-        total, *others = _add_rms_norm(x, change, rows)
-        others += others[:1] if twice else ()
-    return x if change is None else total, *others
+        return cast("tuple[Tensor, ...]", _TwoReaders.apply(x, change, rows))
+    total, *others = _add_rms_norm(x, change, rows)
+    return x if change is None else total, *others, *(others[:1] if twice else ())
 
 
 def _pick(values: Tensor, rows: Tensor, picked: Tensor, give_back: bool) -> None:

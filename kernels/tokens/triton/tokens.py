@@ -48,7 +48,8 @@ def rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["num_heads"])
 def rms_norm_backward_kernel(
-    grad, more, x, dx, x_token, x_head, grad_token, grad_head, num_heads, EPSILON: tl.constexpr, ADD: tl.constexpr,
+    grad, more, x, beside, dx, x_token, x_head, grad_token, grad_head, more_token, more_head, num_heads,
+    EPSILON: tl.constexpr, ADD: tl.constexpr, BESIDE: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, head, real = _heads(num_heads, HEADS, ROWS)
@@ -56,13 +57,15 @@ def rms_norm_backward_kernel(
     inside = real[:, None] & (column < WIDTH)[None, :]
     values = tl.load(x + (token * x_token + head * x_head)[:, None] + column[None, :], inside, 0.0).to(tl.float32)
     places = ((token * HEADS + head) * WIDTH)[:, None] + column[None, :]
-    given = (token * grad_token + head * grad_head)[:, None] + column[None, :]
-    dn = tl.load(grad + given, inside, 0.0).to(tl.float32)
+    dn = tl.load(grad + (token * grad_token + head * grad_head)[:, None] + column[None, :], inside, 0.0).to(tl.float32)
     if ADD:
-        dn += tl.load(more + given, inside, 0.0).to(tl.float32)
+        added = (token * more_token + head * more_head)[:, None] + column[None, :]
+        dn += tl.load(more + added, inside, 0.0).to(tl.float32)
     s = tl.rsqrt(tl.sum(values * values, 1) / WIDTH + EPSILON)
     n = values * s[:, None]
     result = s[:, None] * (dn - n * (tl.sum(n * dn, 1) / WIDTH)[:, None])
+    if BESIDE:
+        result += tl.load(beside + places, inside, 0.0).to(tl.float32)
     tl.store(dx + places, result.to(dx.dtype.element_ty), inside)
 
 
@@ -147,18 +150,21 @@ def rms_norm(x: Tensor, dtype: torch.dtype, epsilon: float) -> Tensor:
     return out
 
 
-def rms_norm_backward(grad: Tensor, x: Tensor, epsilon: float, more: Tensor | None = None) -> Tensor:
-    """dx like x, contiguous; the gradient of n is `grad`, or grad + more."""
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, epsilon: float, beside: Tensor | None = None, more: Tensor | None = None
+) -> Tensor:
+    """dx like x, contiguous; the gradient of n is `grad`, or grad + more. `beside` like x is added to dx."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    options = (epsilon, more is not None)
-    x, grad, more = _of_heads(x), _of_heads(grad), None if more is None else _of_heads(more)
+    options = (epsilon, more is not None, beside is not None)
+    others = (dx if beside is None else beside.contiguous(), dx)
+    x, grad, more = _of_heads(x), _of_heads(grad), _of_heads(grad if more is None else more)
     if x.dim() == 3:
-        grad, more = _alike(grad, more)
-        strides = grad.stride()[:2]
+        grad, more = _walkable(grad), _walkable(more)
+        strides = (*grad.stride()[:2], *more.stride()[:2])
     else:
-        grad, strides = grad.contiguous(), (x.shape[-1], x.shape[-1])
-        more = grad if more is None else more.contiguous()
-    _over_heads(_launch_norm_backward, x.shape[-1], x, (dx,), grad, more, strides=strides, options=options)
+        grad, more = grad.contiguous(), more.contiguous()
+        strides = (x.shape[-1],) * 4
+    _over_heads(_launch_norm_backward, x.shape[-1], x, others, grad, more, strides=strides, options=options)
     return dx
 
 
@@ -199,13 +205,6 @@ def copy_heads(x: Tensor, out: Tensor, more: Tensor | None = None) -> None:
 def _of_heads(x: Tensor) -> Tensor:
     """x [N, H, D] of one [..., H, D], without a copy where strides allow it."""
     return x.flatten(0, -3) if x.dim() > 3 else x
-
-
-def _alike(x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x and `more` with strides that kernels walk, the same for both; x twice if there is nothing more."""
-    if x.stride(2) != 1 or (more is not None and more.stride() != x.stride()):
-        x, more = x.contiguous(), None if more is None else more.contiguous()
-    return x, x if more is None else more
 
 
 def _walkable(x: Tensor) -> Tensor:

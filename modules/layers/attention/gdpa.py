@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from kernels.core import dispatch
 from kernels.gdpa import ACTIVATIONS, add_norms, gdpa, layer_norm
 from modules.config import option
 from modules.core.checks import check_maximum, check_tokens
@@ -228,8 +229,21 @@ class PersonalizedFFN(nn.Module):
         check_tokens(values, self.num_heads * self.head_dim)
         return values
 
-    def forward(self, values: Tensor, offsets: Tensor, summary: Tensor, *, queries: Tensor | None = None) -> Tensor:
-        """`queries` [N, dim] replace `values` as queries."""
+    @property
+    def normed_heads(self) -> int:
+        """In how many heads queries are normalised before anything else, so that a norm before may do it as well."""
+        return self.num_heads if self.qk_norm else 0
+
+    def forward(
+        self,
+        values: Tensor,
+        offsets: Tensor,
+        summary: Tensor,
+        *,
+        queries: Tensor | None = None,
+        heads_normed: bool = False,
+    ) -> Tensor:
+        """`queries` [N, dim] replace `values` as queries, `heads_normed` if their heads are normalised already."""
         queries = self.queries(values, offsets, summary) if queries is None else queries
         check_maximum(offsets, self.max_length, "max_length")
         if summary.shape[1:] != (self.num_summary, self.num_heads * self.head_dim):
@@ -237,11 +251,14 @@ class PersonalizedFFN(nn.Module):
                 f"summary must be [B, {self.num_summary}, {self.num_heads * self.head_dim}], got {list(summary.shape)}"
             )
         # A batched product: matmul would transpose the summary, to make one large product with features as rows.
-        mixed = torch.bmm(self.mix.expand(len(summary), -1, -1), summary)
+        # Autocast would round what is expanded, a copy for each row, and its gradient before the sum over rows.
+        mix, summary = dispatch.autocast_operands(mix=self.mix, summary=summary)
+        mixed = torch.bmm(mix.expand(len(summary), -1, -1), summary)
         key, value = mixed.view(len(summary), len(self.mix) // 2, 2, self.num_heads, self.head_dim).unbind(2)
         query = queries.view(-1, self.num_heads, self.head_dim)
         attended = gdpa(
-            *_normalised(self.qk_norm, query, key),
+            query if heads_normed or not self.qk_norm else rms_norm(query),
+            rms_norm(key) if self.qk_norm else key,
             value,
             offsets,
             None,
@@ -267,17 +284,24 @@ class GDPABlock(nn.Module):
     on fusing norms with GDPA): the inner residual is the normalised query, the outer one the query itself.
 
     Takes the inputs of `attention`, one of the modules above, and gives an output of the same shape. Both norms span
-    all heads and have no learned parameters.
+    all heads and have no learned parameters. With `norm` it gives a triple of its output, the RMSNorm of that and the
+    same again, for two readers.
     """
 
-    def __init__(self, attention: Attention) -> None:
+    def __init__(self, attention: Attention, *, norm: bool = False) -> None:
         super().__init__()
         self.attention = attention
+        self.norm = norm
 
-    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         queries = self.attention.queries(*inputs, **named)
-        attended = self.attention(*inputs, **named, queries=layer_norm(queries)).to(queries.dtype)
-        return add_norms(attended, queries.expand_as(attended))
+        heads = getattr(self.attention, "normed_heads", 0)
+        normed, queries = layer_norm(queries, heads=heads, beside=True)
+        if heads:
+            named["heads_normed"] = True
+        attended = self.attention(*inputs, **named, queries=normed).to(queries.dtype)
+        queries = queries.expand_as(attended)
+        return add_norms(attended, queries, norm=True) if self.norm else add_norms(attended, queries)
 
 
 def _normalised(wanted: bool, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -229,21 +229,25 @@ class DHENLayer(nn.Module):
         paired, crossing, weighed = narrowed(candidate, 3)
         request_parts = None if given is None else narrowed(given[0], 3)
         dot = self._dot(paired, crossing, request_parts, rows) if self.dots else None
-        split = self.num_request * self.dim
+        sizes = [self.num_request * self.dim, candidate.shape[1] * self.dim]
         of_candidate, of_request = candidate.flatten(1), None if request is None else request.flatten(1)
         if self.crosses:
             of_all = None if request_parts is None else request_parts[2].flatten(1)
             # DCN(X) + X is X * (U V X + b) + X + X: the last two terms are 2 X.
             crossed = self.up(self.down(weighed.flatten(1), of_all, rows)) + 2
-            mixed = of_candidate * crossed[:, split:]
-            if of_request is not None and rows is not None:
-                mixed = torch.cat([rows.multiply(crossed[:, :split], of_request), mixed], dim=1)
+            if of_request is None or rows is None:
+                mixed = of_candidate * crossed
+            else:
+                shared, own = crossed.split(sizes, dim=1)
+                mixed = torch.cat([rows.multiply(shared, of_request), of_candidate * own], dim=1)
             mixed = mixed if dot is None else mixed + dot
         else:
             assert dot is not None
-            mixed = of_candidate + dot[:, split:]
-            if of_request is not None and rows is not None:
-                mixed = torch.cat([rows.add(dot[:, :split], of_request), mixed], dim=1)
+            if of_request is None or rows is None:
+                mixed = of_candidate + dot
+            else:
+                shared, own = dot.split(sizes, dim=1)
+                mixed = torch.cat([rows.add(shared, of_request), of_candidate + own], dim=1)
         return rms_norm(mixed.unflatten(1, (-1, self.dim)))
 
     def _dot(

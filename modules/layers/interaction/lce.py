@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ikbo import linear_compression
+from kernels.tokens import split_tokens
 from modules.broadcast import CandidateRows, VendorTokens, request_part
 from modules.core.vanilla import is_vanilla
 
@@ -93,7 +94,7 @@ def compress_together(
     own = torch.cat([layer.candidate.weight for layer in plain])
     above = torch.cat([layer.request.weight for layer in plain if layer.request is not None] or [own[:, :0]])
     mixed = compressed(own, above, candidate, request, rows)
-    return list(mixed.split([layer.candidate.out_features for layer in plain], dim=1))
+    return list(split_tokens(mixed, [layer.candidate.out_features for layer in plain]))
 
 
 def are_plain(layers: Sequence[nn.Module]) -> bool:

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from kernels.core.operator import intercepted
+from kernels.tokens import concat_tokens, split_tokens
 from modules.broadcast import CandidateRows, request_part
 from modules.config import option
 from modules.core.side_stream import SideStream
@@ -100,26 +101,23 @@ class WukongLayer(nn.Module):
         layers = [self.lcb, self.project, *([] if self.residual is None else [self.residual])]
         linear, projected, *rest = compress_together(layers, candidate, request, rows)
         machine = self._machine(candidate, request, rows, projected)
-        mixed = torch.cat([machine, linear], dim=1)
-        if rest:
-            return rms_norm(mixed + rest[0])
-        if given is None:
-            return rms_norm(mixed + candidate)
+        if rest or given is None:
+            return rms_norm(concat_tokens([machine, linear], rest[0] if rest else candidate))
         request, rows = given
-        of_request, of_candidate = mixed.split([self.num_request, candidate.shape[1]], dim=1)
+        of_request, of_candidate = concat_tokens([machine, linear]).split([self.num_request, candidate.shape[1]], dim=1)
         return rms_norm(torch.cat([rows.add(of_request, request), of_candidate + candidate], dim=1))
 
     def _folded(self, residual: LCE, candidate: Tensor, request: Tensor | None, rows: CandidateRows | None) -> Tensor:
         """LCB and Res are both linear, so the sum of their tokens is one compression, by the sum of their weights."""
 
-        def together(of_residual: Tensor, of_lcb: Tensor, of_project: Tensor) -> Tensor:
+        def stacked(of_residual: Tensor, of_lcb: Tensor, of_project: Tensor) -> Tensor:
             return torch.cat([F.pad(of_lcb, (0, 0, self.num_out - len(of_lcb), 0)) + of_residual, of_project])
 
         layers = (residual, self.lcb, self.project)
-        own = together(*(layer.candidate.weight for layer in layers))
+        own = stacked(*(layer.candidate.weight for layer in layers))
         shared = [layer.request.weight for layer in layers if layer.request is not None]
-        mixed = compressed(own, together(*shared) if shared else own[:, :0], candidate, request, rows)
-        tokens, projected = mixed.split([self.num_out, self.rank], dim=1)
+        mixed = compressed(own, stacked(*shared) if shared else own[:, :0], candidate, request, rows)
+        tokens, projected = split_tokens(mixed, [self.num_out, self.rank])
         return rms_norm(add_to_first(tokens, self._machine(candidate, request, rows, projected)))
 
     def _machine(
@@ -146,7 +144,7 @@ class _AddToFirst(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, others: Tensor) -> Tensor:
         ctx.number = others.shape[1]
-        tokens.data[:, : ctx.number] += others
+        tokens.data[:, : ctx.number].add_(others)
         return tokens.view_as(tokens)
 
     @staticmethod

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kernels.core import dispatch
 from kernels.jagged import jagged_dense_bmm, jagged_low_rank
+from kernels.tokens import split_tokens
 from modules.broadcast import CandidateRows, VendorTokens
 from modules.config import HeadsConfig, TokenConfig, option
 from modules.core.vanilla import is_vanilla
@@ -222,12 +223,13 @@ class InteractionArch(nn.Module):
     def stack(self) -> Sequence[DHENLayer | WukongLayer]:
         return cast("Sequence[DHENLayer | WukongLayer]", self.get_submodule(self.interaction))
 
-    def normed(self, candidate: Tensor) -> tuple[Tensor, Tensor]:
-        """What `SequenceSummary` and this arch read of the tokens of an earlier layer."""
+    def normed(self, candidate: Tensor) -> tuple[Tensor, ...]:
+        """What `SequenceSummary` and this arch read of the tokens of an earlier layer, and these tokens."""
         dtype = dispatch.autocast_dtype(candidate)
         if self.reads(candidate) is dtype:
-            return rms_norm(candidate, dtype=dtype, twice=True)
-        return rms_norm(candidate, dtype=dtype), rms_norm(candidate)
+            return rms_norm(candidate, dtype=dtype, twice=True, beside=True)
+        of_summary, candidate = rms_norm(candidate, dtype=dtype, beside=True)
+        return of_summary, *rms_norm(candidate, beside=True)
 
     def reads(self, tokens: Tensor) -> torch.dtype:
         """Wukong has products of all tokens, which round them; DHEN also adds them up as they are."""
@@ -256,8 +258,8 @@ class InteractionArch(nn.Module):
         change = self.dropout(self.restore(mixed.flatten(1)).unflatten(1, (-1, self.dim)))
         if request is None:
             return candidate + change
-        num_request = request.shape[1]
-        return torch.cat([rows.add(change[:, :num_request], request), candidate + change[:, num_request:]], dim=1)
+        of_request, of_candidate = split_tokens(change, [request.shape[1], candidate.shape[1]])
+        return torch.cat([rows.add(of_request, request), candidate + of_candidate], dim=1)
 
 
 class LinearPersonalizedFFN(nn.Module):

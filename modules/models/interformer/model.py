@@ -239,14 +239,14 @@ class InterFormer(PlainLogits, Ranker):
         x = work.join(x)
         for layer, head_dim in zip(later, self.head_dims[1:], strict=True):
             context = x if self.per_candidate else torch.cat([request, sequence.ends[:, : self.num_cls]], dim=1)
-            for_cross, normed = layer.interaction.normed(x)
+            for_cross, normed, x = layer.interaction.normed(x)
             crossed = () if layer.cross is None else layer.cross(for_cross, None, sequence, offsets, rows)
             with SideStream(x, normed, *crossed) as work:
                 x = layer.interaction(x, None, crossed, rows, normed)
             sequence = layer.sequence(layer.summary(context), sequence, offsets, angles[head_dim], ends)
             x = work.join(x)
 
-        normed = rms_norm(x, dtype=dispatch.autocast_dtype(x))
+        normed, x = rms_norm(x, dtype=dispatch.autocast_dtype(x), beside=True)
         of_request, pooled = self.head_cross(normed, None, sequence, offsets, rows)
         if self.only_vectors():
             return of_request.flatten(1)

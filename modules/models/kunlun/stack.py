@@ -90,9 +90,9 @@ class EventLayer(nn.Module):
         """context [R, num_context, d] of the request for the PFFN, queries [C, num_target, d] of the candidates for the
         attention to them; None where the layer has no such part."""
         values, offsets, rotations, summary, target, normed = events
-        if self.pffn is not None and context is not None:
-            values, normed = self._feed_forward(values, offsets, self.context(context)), None
         pooled = normed  # what the pooling reads; `normed` is then for the next layer
+        if self.pffn is not None and context is not None:
+            values, pooled, normed = self._feed_forward(values, offsets, self.context(context))
         if self.attention is not None:
             normed = rms_norm(values) if normed is None else normed
             change, attended = self._attend(normed, offsets, rotations.get(self.head_dim), queries, rows)
@@ -103,17 +103,20 @@ class EventLayer(nn.Module):
             else:
                 values, normed = values + change, None
         elif normed is None and self.pooling is not None:
-            pooled, normed = rms_norm(values, twice=True)
+            values, pooled, _, normed = add_rms_norm(values, None, twice=True)
         if self.pooling is not None:
             assert pooled is not None
             summary = rms_norm(self.pooling(pooled, offsets))
         return EventTokens(values, offsets, rotations, summary, target, normed)
 
-    def _feed_forward(self, values: Tensor, offsets: Tensor, context: Tensor) -> Tensor:
+    def _feed_forward(self, values: Tensor, offsets: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The values, and twice their norm, for two readers."""
         if isinstance(self.pffn, GDPABlock):
             return self.pffn(values, offsets, context)
         assert self.pffn is not None
-        return values + self.dropout(self.pffn(rms_norm(values), offsets, context))
+        change = self.dropout(self.pffn(rms_norm(values), offsets, context))
+        values, normed, _, again = add_rms_norm(values, change, twice=True)
+        return values, normed, again
 
     def _attend(
         self, normed: Tensor, offsets: Tensor, angles: Rotation | None, queries: Tensor | None, rows: CandidateRows
@@ -175,7 +178,7 @@ def _pffn(config: KunlunConfig, max_length: int) -> nn.Module:
         max_length=max_length,
         **vars(config.pffn_gdpa),
     )
-    return GDPABlock(pffn)
+    return GDPABlock(pffn, norm=True)
 
 
 def _pooling(config: KunlunConfig, width: int, max_length: int) -> SeedPooling:

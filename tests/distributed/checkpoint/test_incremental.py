@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.launching import TINY, train_here
 from tests.processes import run_ranks
-from train.checkpoint.load import named
+from train.checkpoint.load import resolve
 from train.trainer import Trainer
 
 OPTIONS = (
@@ -60,7 +60,7 @@ def ids(run_dir: Path, table: str) -> list[str | None]:
 
 def saved(run_dir: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a run's best checkpoint, whole."""
-    path = named(str(run_dir), None)
+    path = resolve(str(run_dir), None)
     entries = FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {
         name: torch.zeros(entry.size, dtype=entry.properties.dtype)

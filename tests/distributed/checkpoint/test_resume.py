@@ -28,6 +28,7 @@ def training(run_dir: Path) -> list[Record]:
 MODELS = {
     "interformer": ("model=interformer_moe", "model.num_layers=1", "model.moe.bias_update_rate=0.05"),
     "tokenmixer": ("model=tokenmixer", "model.feed_forward=moe"),
+    **{name: (f"model={name}",) for name in ("rankmixer", "hyformer", "mixformer")},
     "onetrans": ("model=onetrans", "model.length_multiple=1", "model.last_events=4"),
 }
 
@@ -37,7 +38,7 @@ MODELS = {
     [
         (1, 2, "interformer"),
         (2, 1, "interformer"),
-        *(pytest.param(1, 2, name, marks=pytest.mark.nightly) for name in ("tokenmixer", "onetrans")),
+        *(pytest.param(1, 2, name, marks=pytest.mark.nightly) for name in list(MODELS)[1:]),
     ],
 )
 @pytest.mark.reliability(

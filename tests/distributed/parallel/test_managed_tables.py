@@ -67,7 +67,7 @@ def _scores_as_it_evaluated(run_dir: Path) -> None:
     """An export of a run on two ranks looks up the rows that the run evaluated with, also for ids without one."""
     out = export.main([f"run_dir={run_dir}", "runtime.device=cpu"])
     scorer, evaluated = Scorer(out), read_predictions(run_dir / "predictions" / "test")
-    config = from_dict(checkpoint.read_meta(checkpoint.named(str(run_dir), ""))["config"], [])
+    config = from_dict(checkpoint.read_meta(checkpoint.resolve(str(run_dir), ""))["config"], [])
     source = build_source(config.data)
     requests = np.arange(source.num_requests("test"))
     batch = source.batch("test", requests)

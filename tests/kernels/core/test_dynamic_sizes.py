@@ -159,8 +159,8 @@ CASES: dict[str, Case] = {
         lambda q, k, v, o, p, i: gdpa.gdpa(q, k, v, o, p, kv_index=i, activation="gelu", score_scale=0.3, **BOTH),
         lambda n, b: (*heads(n, 3), rows(n, 2 * b), rows(n, b), torch.arange(b).repeat_interleave(2)),
     ),
-    "layer_norm": (gdpa.layer_norm, lambda n, b: (real(n, 4, 8),)),
-    "add_norms": (gdpa.add_norms, lambda n, b: (real(n, 4, 8), real(n, 4, 8))),
+    "layer_norm": (lambda q: gdpa.layer_norm(q, heads=2, beside=True), lambda n, b: (real(n, 4, 8),)),
+    "add_norms": (lambda x, q: gdpa.add_norms(x, q, norm=True), lambda n, b: (real(n, 4, 8), real(n, 4, 8))),
     "expand_rows": (
         lambda x, o, like: ikbo.expand_rows(x, o, like.shape[0]),
         lambda n, b: (real(b, 3), rows(n, b), real(n)),
@@ -227,6 +227,10 @@ CASES: dict[str, Case] = {
     "add_rms_norm": (tokens.add_rms_norm, lambda n, b: (real(n, 4), real(n, 4))),
     "biased_linear": (tokens.biased_linear, lambda n, b: (real(n, 4), real(3, 4), real(3))),
     "concat_finite": (lambda *parts: tokens.concat_finite(parts), lambda n, b: (torch.randn(n, 4), torch.randn(b, 4))),
+    "concat_tokens": (
+        lambda x, y, z: tokens.concat_tokens([x, y], z),
+        lambda n, b: (real(n, 2, 4), real(n, 3, 4), real(n, 5, 4)),
+    ),
     "move_rows_": (moved, lambda n, b: (torch.zeros(b, 4), torch.randn(n, 4), torch.arange(b))),
     "place_rows": (
         lambda x, y, places: tokens.place_rows([x, y], places),
@@ -240,6 +244,7 @@ CASES: dict[str, Case] = {
     "rotate": (tokens.rotate, lambda n, b: (real(n, 2, 4), torch.randn(n, 2), torch.randn(n, 2))),
     "rotate_qkv": (tokens.rotate_qkv, lambda n, b: (real(n, 3, 2, 4), torch.randn(n, 2), torch.randn(n, 2))),
     "silu_mlp": (tokens.silu_mlp, lambda n, b: (real(n, 4), real(6, 4), real(6), real(4, 6), real(4))),
+    "split_tokens": (lambda x: tokens.split_tokens(x, [1, 2]), lambda n, b: (real(n, 3, 4),)),
     "unbind": (tokens.unbind, lambda n, b: (real(n, 4),)),
     "zero_unless_": (zeroed, lambda n, b: (torch.randn(n, 4), torch.tensor(True))),
 }  # fmt: skip

@@ -30,7 +30,7 @@ from kernels.core.mask import NO_MASK, Mask
 from kernels.core.rows import Rows
 from kernels.gdpa.hopper import backward as hopper_backward
 from kernels.gdpa.hopper import forward as hopper_forward
-from kernels.gdpa.triton import short
+from kernels.gdpa.triton import norms, short
 from kernels.ikbo.hopper import lce_weight
 from kernels.ikbo.triton import groups as triton_groups
 from kernels.ikbo.triton import levels
@@ -228,7 +228,8 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
             triton_tokens.move_rows(
                 values, torch.arange(1), torch.zeros(7, *values.shape[1:], dtype=dtype), scatter=view
             )
-            triton_tokens.rms_norm_backward(values, values, 1e-5, torch.zeros(values.shape, dtype=dtype))
+            for beside, more in itertools.product((None, values), (None, torch.zeros(values.shape, dtype=dtype))):
+                triton_tokens.rms_norm_backward(values, values, 1e-5, beside, more)
         angles = torch.zeros(shape[0], shape[2] // 2)
         for inverse, positions in itertools.product((False, True), (None, torch.zeros(shape[0], dtype=torch.int64))):
             for more in (None, x):
@@ -256,6 +257,20 @@ def test_tokens(monkeypatch: pytest.MonkeyPatch, hits: Counter[Launcher]) -> Non
     ]
     launchers += [getattr(residual, f"_launch_{name}") for name in ("forward", "backward", "pick")]
     assert all(hits[launcher] for launcher in launchers), hits
+
+
+def test_norms_around_gdpa(hits: Counter[Launcher]) -> None:
+    for shape, dtype, elsewhere, given in itertools.product(
+        ((1, 64), (7, 64), (5, 48), (3, 2)), (torch.bfloat16, torch.float32), (False, True), (False, True)
+    ):
+        x = shifted(torch.zeros(shape, dtype=dtype)) if elsewhere else torch.zeros(shape, dtype=dtype)
+        norms.layer_norm(x, 16 * given * (shape[1] > 2))
+        norms.layer_norm_backward(x, x, x if given else None, 2 * given)
+        norms.add_norms(x, x, given)
+        for grad, more in itertools.product((x, None), (x, None)):
+            norms.add_norms_backward(grad, x if given or grad is None else None, more if given else None, x, x)
+    names = ("layer_norm", "layer_norm_backward", "add_norms", "add_norms_backward")
+    assert all(hits[getattr(norms, f"_launch_{name}")] for name in names), hits
 
 
 def test_few_queries(hits: Counter[Launcher]) -> None:

@@ -16,6 +16,7 @@ from kernels.gdpa import add_norms, layer_norm, norms, reference
 from kernels.gdpa.triton import norm_operators
 from kernels.testing import Tolerance, check_gradients, compile_ahead, poisoned_empty
 from tests.kernels.core.devices import SHARED_LIMITS
+from tests.kernels.tokens.test_tokens import joined
 
 EXACT = Tolerance("same arithmetic in another order", roundings=8, reduction=300, accumulate=torch.float64)
 # The reference rounds LN(query), the sum with x and its norm; the kernels round their results only.
@@ -34,10 +35,47 @@ def added(x: Tensor, query: Tensor) -> Tensor:
     return query + z / (z.square().sum(-1, keepdim=True) / z.shape[-1] + EPSILON).sqrt()
 
 
-# Function, its formula, the names of its tensors.
+def rms(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) / x.shape[-1] + EPSILON).sqrt()
+
+
+def heads_of(query: Tensor) -> int:
+    """As many as there may be of 4 or 8 features, which kernels take; none for the narrowest rows."""
+    width = query.shape[-1]
+    return 0 if width % 4 else width // min(8, width & -width)
+
+
+def of_heads(query: Tensor) -> Tensor:
+    heads, normed = heads_of(query), normalised(query)
+    return joined((rms(normed.unflatten(-1, (heads, -1))).flatten(-2) if heads else normed, query))
+
+
+def added_and_normed(x: Tensor, query: Tensor) -> Tensor:
+    out = added(x, query)
+    return joined((out, rms(out), rms(out)))
+
+
+# Function of its tensors and options, its formula, the names of its tensors.
 OPERATORS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[str, ...]]] = {
     "layer_norm": (layer_norm, normalised, ("query",)),
+    "layer_norm of heads": (
+        lambda query, **given: joined(layer_norm(query, heads=heads_of(query), beside=True, **given)),
+        of_heads,
+        ("query",),
+    ),
     "add_norms": (add_norms, added, ("x", "query")),
+    "add_norms and norm": (
+        lambda x, query, **given: joined(add_norms(x, query, norm=True, **given)),
+        added_and_normed,
+        ("x", "query"),
+    ),
+}
+# The kernels, as the functions call them.
+SERVED: dict[str, Callable[..., Tensor]] = {
+    "layer_norm": lambda query: norm_operators.layer_norm(query)[0],
+    "layer_norm of heads": lambda query: joined(norm_operators.layer_norm(query, heads_of(query))),
+    "add_norms": lambda x, query: norm_operators.add_norms(x, query)[0],
+    "add_norms and norm": lambda x, query: joined(norm_operators.add_norms(x, query, True)),
 }
 
 
@@ -64,7 +102,7 @@ def test_compiled_code_takes_the_reference_unless_asked(monkeypatch: pytest.Monk
 
     def choose(op: str, backend: str | None, *_: object, **__: object) -> Callable[..., Tensor]:
         asked.append(backend)
-        return lambda *tensors: tensors[0]
+        return lambda *tensors: tensors[:2]
 
     monkeypatch.setattr(norms.dispatch, "choose", choose)
     x = torch.ones(2, 4)
@@ -92,7 +130,8 @@ def test_autocast_leaves_the_dtype_alone() -> None:
         x = torch.empty(2, 8, dtype=torch.bfloat16, device="cuda")
         torch.set_autocast_enabled("cuda", True)
         try:
-            assert reference.layer_norm(x).dtype is reference.add_norms(x, x).dtype is torch.bfloat16
+            results = *reference.layer_norm(x, 2), *reference.add_norms(x, x, True)
+            assert {result.dtype for result in results} == {torch.bfloat16}
         finally:
             torch.set_autocast_enabled("cuda", False)
 
@@ -114,11 +153,27 @@ def test_kernels_in_the_interpreter(name: str, shape: tuple[int, ...], monkeypat
 
     interpret(monkeypatch, triton_norms)
     _, formula, names = OPERATORS[name]
-    served = norm_operators.layer_norm if name == "layer_norm" else norm_operators.add_norms
     with poisoned_empty():
-        check_gradients(
-            lambda **tensors: served(*tensors.values()), formula, inputs_of(names, shape, torch.float32), ROUNDED
-        )
+        check_gradients(SERVED[name], formula, inputs_of(names, shape, torch.float32), ROUNDED)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("layer_norm", (0,)), ("layer_norm", (1,)), *(("add_norms", each) for each in ((0,), (1,), (2,), (0, 2), (1, 2)))],
+)
+def test_gradients_of_some_results(name: str, wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.gdpa.triton import norms as triton_norms
+    from tests.kernels.core.interpreting import interpret
+
+    interpret(monkeypatch, triton_norms)
+    leaves = [value.requires_grad_() for value in inputs_of(("x", "query"), (3, 8), torch.float32).values()]
+    given = (*leaves, True) if name == "add_norms" else (leaves[1], 2)
+    ours, expected = (
+        torch.autograd.grad(sum(results[i].square().sum() for i in wanted), leaves, allow_unused=True)
+        for results in (getattr(module, name)(*given) for module in (norm_operators, reference))
+    )
+    torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
@@ -126,10 +181,16 @@ def test_kernels_in_the_interpreter(name: str, shape: tuple[int, ...], monkeypat
 def test_kernels_compile_without_spills(target: str) -> None:
     from kernels.gdpa.triton import norms as triton_norms
 
-    constants = triton_norms.tiling(512)
-    num_warps = constants.pop("num_warps")
-    for name in ("add_norms", "add_norms_backward"):
-        kernel = getattr(triton_norms, f"{name}_kernel")
+    tiles = triton_norms.tiling(512)
+    num_warps = tiles.pop("num_warps")
+    options: dict[str, dict[str, int]] = {
+        "layer_norm": {"HEAD": 64},
+        "layer_norm_backward": {"HEAD": 64, "HAS_MORE": True},
+        "add_norms": {"NORM": True},
+        "add_norms_backward": {"HAS_GRAD": True, "NORM": True, "HAS_MORE": True},
+    }
+    for name, own in options.items():
+        kernel, constants = getattr(triton_norms, f"{name}_kernel"), tiles | own
         *pointers, rows = (argument for argument in kernel.arg_names if argument not in constants)
         signature = dict.fromkeys(pointers, "*bf16") | {rows: "i32"}
         compiled = compile_ahead(kernel, signature, constants, target=target, num_warps=num_warps)
@@ -152,6 +213,12 @@ def test_kernels_on_a_gpu(name: str, shape: tuple[int, ...], dtype: torch.dtype)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_opcheck(name: str) -> None:
-    operator = {"layer_norm": norm_operators.layer_norm, "add_norms": norm_operators.add_norms}[name]
+    operators = {
+        "layer_norm": (norm_operators._layer_norm, (0,)),
+        "layer_norm of heads": (norm_operators._layer_norm, (8,)),
+        "add_norms": (norm_operators._add_norms, ()),
+        "add_norms and norm": (norm_operators._add_norms_normed, ()),
+    }
+    operator, options = operators[name]
     inputs = inputs_of(OPERATORS[name][2], (5, 48), torch.float32, "cuda")
-    torch.library.opcheck(operator.definition, tuple(value.requires_grad_() for value in inputs.values()))
+    torch.library.opcheck(operator.definition, (*(value.requires_grad_() for value in inputs.values()), *options))

@@ -311,7 +311,18 @@ def test_kernels_compile_without_spills(module: str, name: str, target: str) -> 
     from kernels.tokens.triton import tokens as triton_tokens
 
     kernel = getattr(importlib.import_module(f"kernels.tokens.triton.{module}"), f"{name}_kernel")
-    flags = ("INVERSE", "TABLE", "ADD", "HAS_CHANGE", "HAS_TOTAL", "HAS_MORE", "GIVE_BACK", "SILU", "HAS_FACTOR")
+    flags = (
+        "INVERSE",
+        "TABLE",
+        "ADD",
+        "BESIDE",
+        "HAS_CHANGE",
+        "HAS_TOTAL",
+        "HAS_MORE",
+        "GIVE_BACK",
+        "SILU",
+        "HAS_FACTOR",
+    )
     constants = triton_tokens.tiling(128)
     num_warps = constants.pop("num_warps")
     constants |= {"HEADS": 4, "EPSILON": 1e-5} | dict.fromkeys(flags, True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.testing import compile_ahead, poisoned_empty
-from kernels.tokens import move_rows_, place_rows
+from kernels.tokens import concat_tokens, move_rows_, place_rows, split_tokens
 from kernels.tokens.triton import placement
 from tests.kernels.core.devices import SHARED_LIMITS
 from tests.kernels.tokens.test_tokens import HAS_TRITON, interpreted
@@ -54,6 +54,53 @@ def placed(function: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch
         first, second = x[:1].clone(), x[1:].clone().requires_grad_()
         out = function([first, second], places)
         assert torch.equal(torch.autograd.grad(out, second, out.detach())[0], x[1:])
+
+
+CONCATENATED = [(5, 6, 16), (0, 6, 8), (1, 1, 5), (9, 40, 300)]
+
+
+@pytest.mark.parametrize("shape", CONCATENATED, ids=str)
+def test_tokens_side_by_side(shape: tuple[int, int, int]) -> None:
+    concatenated(concat_tokens, shape, torch.float32, "cpu")
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+@pytest.mark.parametrize("shape", CONCATENATED, ids=str)
+def test_tokens_side_by_side_in_the_interpreter(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreted(monkeypatch)
+    concatenated(placement.concat_tokens, shape, torch.float32, "cpu")
+
+
+def concatenated(function: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """Output and gradients are those of torch.cat and a sum, of parts of larger tensors and of whole ones."""
+    x, added = (torch.randn(*shape).to(device, dtype) for _ in range(2))
+    cut = shape[1] // 2
+    for given in (None, added.clone().requires_grad_()):
+        parts = [x[:, :cut].detach().requires_grad_(), x[:, cut:].clone().requires_grad_()]
+        leaves = parts if given is None else [*parts, given]
+        with poisoned_empty():
+            out = function(parts, given)
+            gradients = torch.autograd.grad(out, leaves, added)
+        assert torch.equal(out, x if given is None else x + added)
+        assert torch.equal(torch.cat(gradients[:2], 1), added)
+        assert given is None or torch.equal(gradients[2], added)
+
+
+def test_gradients_of_split_tokens_are_put_together() -> None:
+    x, weight = torch.randn(3, 5, 4, requires_grad=True), torch.randn(3, 5, 4)
+    first, second = split_tokens(x, [2, 3])
+    (gradient,) = torch.autograd.grad((first * weight[:, :2]).sum() + second.square().sum(), x)
+    assert torch.equal(gradient, torch.cat([weight[:, :2], 2 * x[:, 2:]], 1))
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    x = torch.zeros(2, 3, 4)
+    for parts in ([], [x, x[:1]], [x, x[..., :2]], [x[0]]):
+        with pytest.raises(ValueError, match="of one N and D"):
+            concat_tokens(parts)
+    with pytest.raises(ValueError, match="shape of all parts"):
+        concat_tokens([x, x], x)
+    assert concat_tokens([x, x.half()]).dtype is torch.float32
 
 
 @pytest.mark.parametrize("shape", MOVED_SHAPES, ids=str)
@@ -123,6 +170,10 @@ def test_placement_compiles_to_whole_lines(target: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 class TestOnAGPU:
+    @pytest.mark.parametrize("shape", [*CONCATENATED, (100, 24, 1024)], ids=str)
+    def test_tokens_side_by_side(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        concatenated(partial(concat_tokens, backend="triton"), shape, dtype, "cuda")
+
     @pytest.mark.parametrize("shape", [*PLACED_SHAPES, (1000, 256)], ids=str)
     def test_placement(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         placed(partial(place_rows, backend="triton"), shape, dtype, "cuda")

@@ -87,9 +87,9 @@ def test_gradients_of_some_results(wanted: tuple[int, ...], monkeypatch: pytest.
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1), (2,), (0, 2), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("shape", [(4, 6), (4, 2, 6)], ids=str)
-def test_two_readers_of_a_norm(
+def test_several_readers_of_a_norm(
     shape: tuple[int, ...], wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interpreted(monkeypatch)
@@ -102,10 +102,11 @@ def test_two_readers_of_a_norm(
     weight = torch.randn(shape).mT.contiguous().mT  # gradients whose rows are of other strides
     ours, expected = (
         torch.autograd.grad(sum((out[i] * (weight + i)).square().sum() for i in wanted), x)[0]
-        for out in (norm_operator.rms_norm(x, x.dtype, 0.5, True), (normalised(x, 0.5),) * 2)
+        for out in (norm_operator.rms_norm(x, x.dtype, 0.5, True, True), (*(normalised(x, 0.5),) * 2, x))
     )
     torch.testing.assert_close(ours, expected)
-    assert [more is not None for more in given] == [len(wanted) == 2]  # one launch, and nothing to add for one reader
+    # One launch, and nothing to add for one reader.
+    assert [more is not None for more in given] == ([] if wanted == (2,) else [{0, 1} <= {*wanted}])
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")

@@ -92,10 +92,11 @@ def opaque(monkeypatch: pytest.MonkeyPatch) -> None:
             return Opaque.apply(structure, *leaves)
 
         # Operators that return more than a tensor, or take lists of them, are those of sequences, or compress.
-        if op in ("jagged_concat", "jagged_index_select", "add_rms_norm", "place_rows", "rotate_qkv", "project_qkv"):
+        several = ("jagged_concat", "jagged_index_select", "add_rms_norm", "place_rows", "rotate_qkv", "project_qkv")
+        if op in (*several, "gdpa_layer_norm", "gdpa_add_norms"):
             return lambda *inputs: _outside(backend, inputs)
-        if op == "rms_norm":  # a pair where it is for two readers
-            return lambda *inputs: _outside(backend, inputs) if inputs[-1] is True else apply(*inputs)
+        if op == "rms_norm":  # a tuple where it is for several readers
+            return lambda *inputs: _outside(backend, inputs) if True in inputs[-2:] else apply(*inputs)
         if op == "linear_compression":
             return backend
         return apply

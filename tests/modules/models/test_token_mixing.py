@@ -23,6 +23,7 @@ from modules.layers.moe import MoE
 from modules.layers.sequence.newest import newest
 from modules.models import build
 from modules.models.token_mixing import SparseConfig, TokenMixing, TokenMixingConfig
+from modules.models.token_mixing.sequences import EventEncoding, Events
 from modules.models.token_mixing.tokens import GlobalTokens, SideTokens, even_groups
 from modules.precision import apply_recipe
 from tests.modules.factories import random_batch, random_spec
@@ -48,7 +49,20 @@ class Padded:
         slices[:, : self.user, self.user :] = 0
         return slices.flatten(2)
 
+    def sparse(self, layer: Any, z: Tensor) -> Tensor:
+        experts, gates = layer.moe.experts, layer.moe.router.gate.weight.view(z.shape[1], -1, z.shape[2])
+        scores = torch.einsum("cti,tei->cte", z, gates).softmax(2)
+        chosen = scores * (scores >= scores.topk(layer.moe.router.top_k).values[..., -1:])
+        w_in, w_out = (each.unflatten(0, gates.shape[:2]) for each in (experts.w_gate_up, experts.w_down))
+        gate, up = torch.einsum("cti,teoi->cteo", z, w_in).chunk(2, 3)
+        y = torch.einsum("cte,cteo,teio->cti", chosen, F.silu(gate) * up, w_out)
+        return (layer.alpha * y + self.network(layer.shared, z, False))[..., -layer.out_dim :]
+
     def network(self, layer: Any, z: Tensor, normalize: bool) -> Tensor:
+        if hasattr(layer, "moe"):
+            width = z.shape[2] if z.shape[1] > self.user else z.shape[2] * self.user // self.config.num_tokens
+            z = norm(z[..., :width]) if normalize else z
+            return self.sparse(layer, F.pad(z, (0, layer.dim - z.shape[2])))
         z, tokens = z[..., : layer.w_in.shape[2]], z.shape[1]
         hidden = torch.einsum("cti,toi->cto", norm(z) if normalize else z, layer.w_in)
         hidden = hidden if layer.b_in is None else hidden + layer.b_in.view(tokens, -1)
@@ -111,6 +125,25 @@ class Padded:
         return model.heads(norm(x).mean(1))
 
 
+@pytest.mark.parametrize("of_newest", [False, True])
+def test_the_newest_events_attend_to_all_and_go_on(of_newest: bool) -> None:
+    """In the first layer, and where the layer before kept the newest as well."""
+    config = published("hyformer", encoding="newest", num_newest=2)
+    first, layer = (EventEncoding(config, length).double() for length in (6, 2 if of_newest else 6))
+    events = Events(torch.randn(9, 16, dtype=torch.float64), torch.tensor([0, 5, 5, 6, 9]))
+    events = first(events, 4) if of_newest else events
+    made, heads = layer(events, 4), lambda x: x.unflatten(1, (config.num_heads, -1)).transpose(0, 1)
+    for row, length in enumerate((2, 0, 1, 2)):
+        own = events.values[events.offsets[row] : events.offsets[row + 1]]
+        key, value = layer.key_value(norm(own)).chunk(2, 1)
+        query = layer.query(norm(own)[-2:])
+        attended = F.scaled_dot_product_attention(*map(heads, (query, key, value))).transpose(0, 1).flatten(1)
+        kept = own[-2:] + layer.output(attended)
+        expected = kept + layer.swiglu(norm(kept))
+        assert len(expected) == length
+        torch.testing.assert_close(made.values[made.offsets[row] : made.offsets[row + 1]], expected)
+
+
 def _padded(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     rows = [values[first:last] for first, last in pairwise(offsets.tolist())]
     mask = torch.arange(max(map(len, rows)))[None] < offsets.diff()[:, None]
@@ -130,12 +163,15 @@ def published(name: str, **changes: Any) -> TokenMixingConfig:
 
 
 @pytest.mark.parametrize("one_way", [True, False], ids=["one way", "all ways"])
-@pytest.mark.parametrize("name", [*MODELS, "tokenmixer, networks of one operator"])
+@pytest.mark.parametrize("name", [*MODELS, "tokenmixer, networks of one operator", "tokenmixer, sparse experts"])
 def test_a_published_model_is_its_equations_on_padded_tensors(
     monkeypatch: pytest.MonkeyPatch, name: str, one_way: bool
 ) -> None:
-    name, _, fused = name.partition(", ")
+    name, _, form = name.partition(", ")
+    fused = form.startswith("networks")
     config = published(name, one_way=one_way, num_layers=3, user_tokens=3, bias=not fused)
+    if form == "sparse experts":
+        config = dataclasses.replace(config, feed_forward="moe", moe=SparseConfig(num_experts=3, top_k=2))
     if fused:
         monkeypatch.setattr(token_linear, "is_fused", lambda *_: True)  # as on Hopper
     model, batch = double_model(config, SPEC), double(random_batch(SPEC, (2, 0, 3), (5, 2, 0)))

@@ -58,7 +58,7 @@ def test_a_class_of_torch_steps_as_it_does_alone(name: str, arguments: dict[str,
     plain, ours = parameters(), parameters()
     betas = {"betas": (0.9, 0.999)} if name in ("NAdam", "RAdam", "Adamax", "Adam") else {}
     alone = getattr(torch.optim, name)(groups(plain), lr=0.3, **betas, **arguments)
-    made = guarded.named(OptimizerConfig(dense=f"torch.optim.{name}", lr=0.3, arguments=arguments), groups(ours))
+    made = guarded.build(OptimizerConfig(dense=f"torch.optim.{name}", lr=0.3, arguments=arguments), groups(ours))
     keys = [set(made.state[param]) for param in ours]
     for step in range(4):
         take(step, plain)
@@ -76,7 +76,7 @@ def test_a_class_of_torch_steps_as_it_does_alone(name: str, arguments: dict[str,
         assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
         if step == 1:  # as a checkpoint is read, in place, into one that has taken no step
             fresh = [nn.Parameter(param.detach().clone()) for param in ours]
-            resumed = guarded.named(made_of(name, arguments), groups(fresh))
+            resumed = guarded.build(made_of(name, arguments), groups(fresh))
             for param, other in zip(ours, fresh, strict=True):
                 for key, value in made.state[param].items():
                     resumed.state[other][key].copy_(value)
@@ -107,7 +107,7 @@ class BeginsEarly(torch.optim.SGD):
 
 def test_a_state_that_is_there_before_the_first_step_is_kept() -> None:
     ours = parameters()
-    made = guarded.named(OptimizerConfig(dense=f"{__name__}.BeginsEarly"), groups(ours))
+    made = guarded.build(OptimizerConfig(dense=f"{__name__}.BeginsEarly"), groups(ours))
     assert all(torch.equal(made.state[param]["longest"], torch.ones_like(param)) for param in ours)
     before = [param.detach().clone() for param in ours]
     for param in ours:

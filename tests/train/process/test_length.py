@@ -78,7 +78,8 @@ def test_few_requests_are_learned_with_less_memory_by_models_that_leave_it_open(
     }
     del fixed["model.plain_head"]
     assert rates(24_000, "din", 0.1) == fixed | {"model.dropout": 0.1}
-    assert rates(24_000, "kunlun", None) == fixed
+    assert rates(24_000, "kunlun", None) == rates(24_000, "gem", None) == length.OF_FEW
+    assert rates(24_000, "wukong", None) == fixed
 
 
 def test_graphs_do_without_further_heads() -> None:

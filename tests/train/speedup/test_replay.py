@@ -115,16 +115,43 @@ def test_an_optimizer_replays_its_steps(device: str, graphs: bool, monkeypatch: 
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_an_optimizer_clips_as_pytorch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "in_backward_optimizer_filter", dict)
+    torch.manual_seed(0)
+    model, theirs = nn.Linear(4, 3), nn.Linear(4, 3)
+    theirs.load_state_dict(model.state_dict())
+    config = OptimizerConfig(lr=0.1, clip_norm=2.0, weight_decay=0.0)
+    optimizer = optimizer_of(model, config, [])
+    adam = torch.optim.AdamW(theirs.parameters(), betas=tuple(config.betas), weight_decay=0.0)
+    for factor in (0.01, 1.0, 0.1, 100.0):
+        x = torch.randn(5, 4)
+        for parameters, net in ((None, model), (theirs.parameters(), theirs)):
+            net.zero_grad()
+            (net(x).square().sum() * factor).backward()
+            if parameters is not None:
+                nn.utils.clip_grad_norm_(parameters, config.clip_norm)
+        adam.param_groups[0]["lr"] = optimizer.lr
+        adam.step()
+        optimizer.step()
+        for ours, expected in zip(model.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(ours, expected)
+
+
+def optimizer_of(model: nn.Module, config: OptimizerConfig, verdicts: list[Tensor], graphs: bool = False) -> Optimizer:
+    device = next(model.parameters()).device
+    model.fused_optimizer = SimpleNamespace(param_groups=[], step=lambda: None)  # type: ignore[assignment]
+    guard = SimpleNamespace(world=SimpleNamespace(device=device), finite=torch.ones((), device=device))
+    guard.conclude = lambda step, rows, found_inf: verdicts.append(found_inf.clone())
+    return Optimizer(cast(Any, model), config, 8, cast(Any, guard), graphs=graphs)
+
+
 def stepped(device: torch.device, graphs: bool) -> list[Tensor]:
     """Parameters and their averages after eight steps; of the sixth a gradient is not finite."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3).to(device)
-    model.fused_optimizer = SimpleNamespace(param_groups=[], step=lambda: None)  # type: ignore[assignment]
-    guard = SimpleNamespace(world=SimpleNamespace(device=device), finite=torch.ones((), device=device))
-    guard.conclude = lambda step, rows, found_inf: verdicts.append(found_inf.clone())
-    config = OptimizerConfig(lr=0.1, clip_norm=0.5, warmup_steps=3, ema_decay=0.9)
-    optimizer = Optimizer(cast(Any, model), config, 8, cast(Any, guard), graphs=graphs)
     verdicts: list[Tensor] = []
+    config = OptimizerConfig(lr=0.1, clip_norm=0.5, warmup_steps=3, ema_decay=0.9)
+    optimizer = optimizer_of(model, config, verdicts, graphs)
     for step in range(8):
         optimizer.zero_grad()
         (model(torch.randn(5, 4, device=device)).square().sum() * (float("inf") if step == 5 else 1)).backward()

@@ -13,7 +13,7 @@ import numpy as np
 from modules.batch import FeatureSpec
 from train.config.schema import EventsConfig
 from train.data.events import streamed
-from train.data.events.check import check, check_once, check_parts, earlier_mapping
+from train.data.events.check import check, check_once, check_splits, earlier_mapping
 from train.data.events.dense import Numbers, dense
 from train.data.events.late import final, newest
 from train.data.events.names import feature_spec, max_candidates
@@ -95,13 +95,13 @@ def _prepare_whole(
             log = log_files(config, history).whole()
             logs[name] = read_log(config, history, log, columns.user.values)
             log.report(config.max_skipped)
-    check_parts(config, np.bincount(columns.part[columns.good] + 1, minlength=len(SPLITS) + 1).tolist())
+    check_splits(config, np.bincount(columns.split[columns.good] + 1, minlength=len(SPLITS) + 1).tolist())
     requests = group_requests(
         np.flatnonzero(columns.good),
         columns.user.codes,
         columns.time,
         request=columns.request.codes if columns.request else None,
-        part=columns.part,
+        split_of=columns.split,
         window=config.request_window,
         max_candidates=max_candidates(config),
         split=config.split,

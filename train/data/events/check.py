@@ -170,7 +170,7 @@ def _warn_of_copies(files: list[DataFile]) -> None:
             seen.setdefault(digest, file)
 
 
-def check_parts(config: EventsConfig, counts: Sequence[int]) -> None:
+def check_splits(config: EventsConfig, counts: Sequence[int]) -> None:
     """ValueError for files of a split without a row that can be used: time would split the other files instead.
 
     counts: of rows or requests of which time decides, then of each split's own files.

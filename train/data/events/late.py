@@ -20,11 +20,8 @@ def check_late(config: EventsConfig) -> None:
     if config.as_of is not None:
         as_of(config)
     for name, history in config.histories.items():
-        if history.known_at and (history.lists or history.files):
-            raise ValueError(
-                f"data.histories.{name}.known_at dates events that are rows; of a log `time` names the column of the "
-                "time at which an event was known"
-            )
+        if history.known_at and history.lists:
+            raise ValueError(f"data.histories.{name}.known_at dates rows and logs; the column of lists is `times`")
 
 
 def newest(columns: Columns) -> int:

@@ -75,10 +75,10 @@ def logarithmic(config: EventsConfig) -> set[str]:
 
 def known_at(config: EventsConfig, history: HistoryConfig) -> str | None:
     """The column of the time from which an event that is a row is known: that of the label that it is, if no other."""
-    if history.known_at or history.lists or history.files:
-        return history.known_at
+    if history.lists or history.files:
+        return None
     late = {comparison(config.labels[task])[0]: column for task, column in config.known_at.items()}
-    return next((late[name] for name in history.where if name in late), None)
+    return history.known_at or next((late[name] for name in history.where if name in late), None)
 
 
 def known_columns(config: EventsConfig) -> list[str]:

@@ -33,7 +33,7 @@ class Columns:
     time: np.ndarray  # [N] int64 milliseconds
     request: Coded | None
     vendor: Coded | None
-    part: np.ndarray  # [N] index of the split that a row's file decides, -1 where time does
+    split: np.ndarray  # [N] index of the split that a row's file decides, -1 where time does
     labels: np.ndarray  # [N, tasks] float64
     weights: np.ndarray | None  # [N] float64
     numeric: dict[str, np.ndarray]  # [N] float64, NaN for missing
@@ -134,7 +134,7 @@ def read_columns(config: EventsConfig, rows: Rows, first: int = 0) -> Columns:
         time=time,
         request=request,
         vendor=vendor,
-        part=_part(rows, counts),
+        split=_split_of(rows, counts),
         labels=labels,
         weights=weights,
         numeric=values,
@@ -150,10 +150,10 @@ def read_columns(config: EventsConfig, rows: Rows, first: int = 0) -> Columns:
 
 
 def log_files(config: EventsConfig, history: HistoryConfig, columns: set[str] | None = None) -> RowFiles:
-    """The files of a log: the columns that its events are of, or others."""
+    """The files of a log: the columns that its events are of, or others, and those that choose and date them."""
     user, time = _log_columns(config, history)
     files, layout = find_files(history.files, config.root), Layout(config.csv_separator, quoted=config.csv_quotes)
-    wanted_there = columns or {*history.fields, *history.where, user, time}
+    wanted_there = {*(columns or {*history.fields, user}), *history.where, time} | {history.known_at or time}
     missing = matching(numbers(config), config.missing_nan)
     transforms = Transforms(config.transforms)
     return RowFiles(files, wanted_there, layout, config.bad_rows, _joins(config), missing, transforms)
@@ -161,13 +161,19 @@ def log_files(config: EventsConfig, history: HistoryConfig, columns: set[str] | 
 
 def read_log(config: EventsConfig, history: HistoryConfig, log: Rows, users: pa.StringArray) -> Log:
     """`users`: those of the labelled rows, in the order of their codes."""
-    user, time = _log_columns(config, history)
-    log_user = log.required_ids(user)
-    log_time = log.milliseconds(time, history.time_format or config.time_format)
+    log_user = log.required_ids(_log_columns(config, history)[0])
+    log_time = log_times(config, history, log)
     chosen = _where(log, history)
     fields = {name: log.ids(name) for name in history.fields}
     log.finish()
     return Log(log_user.recode(users), log_time, fields, np.flatnonzero(chosen & ~log.bad))
+
+
+def log_times(config: EventsConfig, history: HistoryConfig, log: Rows) -> np.ndarray:
+    """[E] int64 milliseconds from which the entries of a log are known."""
+    form = history.time_format or config.time_format
+    time = log.milliseconds(_log_columns(config, history)[1], form)
+    return np.maximum(time, log.known(history.known_at, form)) if history.known_at else time
 
 
 def histories(
@@ -194,13 +200,13 @@ def _log_columns(config: EventsConfig, history: HistoryConfig) -> tuple[str, str
     return history.user or config.user, history.time or config.time
 
 
-def _part(rows: Rows, file_counts: list[int]) -> np.ndarray:
+def _split_of(rows: Rows, file_counts: list[int]) -> np.ndarray:
     """[N] index of the split that a row's file decides, -1 where time does."""
     train, valid, test = file_counts
-    part_of_file = np.repeat([-1, SPLITS.index("valid"), SPLITS.index("test")], [train, valid, test])
+    split_of_file = np.repeat([-1, SPLITS.index("valid"), SPLITS.index("test")], [train, valid, test])
     if valid and test:
-        part_of_file[:train] = SPLITS.index("train")
-    return part_of_file[np.searchsorted(rows.table.first_row, rows.table.number, side="right") - 1]
+        split_of_file[:train] = SPLITS.index("train")
+    return split_of_file[np.searchsorted(rows.table.first_row, rows.table.number, side="right") - 1]
 
 
 def _where(rows: Rows, history: HistoryConfig) -> np.ndarray:

@@ -36,19 +36,19 @@ class Dictionary:
 
 
 @dataclass
-class Part:
+class Partition:
     """N records and, for each list column, the items of all of them."""
 
     records: np.ndarray  # [N] structured; "lengths" [N, lists] are the items of each record
     items: list[np.ndarray]
 
-    def take(self, rows: np.ndarray) -> Part:
+    def take(self, rows: np.ndarray) -> Partition:
         items = []
         for index, values in enumerate(self.items):
             lengths = self.records["lengths"][:, index]
             starts = np.cumsum(lengths, dtype=np.int64) - lengths
             items.append(values[ranges(starts[rows], lengths[rows])])
-        return Part(np.take(self.records, rows), items)
+        return Partition(np.take(self.records, rows), items)
 
     def append_to(self, folder: Path, name: str) -> None:
         for file, values in zip(_files(folder, name, len(self.items)), (self.records, *self.items), strict=True):
@@ -56,30 +56,30 @@ class Part:
                 values.tofile(out)
 
     @staticmethod
-    def join(parts: Sequence[Part]) -> Part:
-        items = [np.concatenate(each) for each in zip(*(part.items for part in parts), strict=True)]
-        return Part(np.concatenate([part.records for part in parts]), items)
+    def join(partitions: Sequence[Partition]) -> Partition:
+        items = [np.concatenate(each) for each in zip(*(each.items for each in partitions), strict=True)]
+        return Partition(np.concatenate([each.records for each in partitions]), items)
 
 
-class PartFiles:
-    """Parts of one type in a folder."""
+class PartitionFiles:
+    """Partitions of one type in a folder."""
 
     def __init__(self, folder: Path, record: np.dtype, items: Sequence[np.dtype]) -> None:
         folder.mkdir(exist_ok=True)
         self.folder, self._types = folder, (record, *items)
 
-    def append(self, number: int, part: Part) -> None:
-        part.append_to(self.folder, str(number))
+    def append(self, number: int, partition: Partition) -> None:
+        partition.append_to(self.folder, str(number))
 
-    def read(self, number: int, begins: np.ndarray | None = None, ends: np.ndarray | None = None) -> Part:
-        """All of a part, or the records begins[0]:ends[0] with the items begins[i]:ends[i] of their lists."""
+    def read(self, number: int, begins: np.ndarray | None = None, ends: np.ndarray | None = None) -> Partition:
+        """All of a partition, or the records begins[0]:ends[0] with the items begins[i]:ends[i] of their lists."""
         records, *items = (
             _read(file, dtype, 0 if begins is None else begins[index], None if ends is None else ends[index])
             for index, (file, dtype) in enumerate(
                 zip(_files(self.folder, str(number), len(self._types) - 1), self._types, strict=True)
             )
         )
-        return Part(records, items)
+        return Partition(records, items)
 
     def remove(self, number: int) -> None:
         for file in _files(self.folder, str(number), len(self._types) - 1):
@@ -97,7 +97,7 @@ def _read(file: Path, dtype: np.dtype, begin: int, end: int | None) -> np.ndarra
 
 
 class Fields:
-    """`Columns` as a `Part` and back, with codes into one dictionary a column."""
+    """`Columns` as a `Partition` and back, with codes into one dictionary a column."""
 
     def __init__(self, config: EventsConfig) -> None:
         histories = config.histories.items()
@@ -118,7 +118,7 @@ class Fields:
                 ("request", "<i4"),
                 ("vendor", "<i4", (int(config.vendor is not None),)),
                 ("time", "<i8"),
-                ("part", "i1"),
+                ("split", "i1"),
                 ("labels", "<f8", (len(config.labels),)),
                 ("weight", "<f8", (int(config.weight is not None),)),
                 ("ids", "<i4", (len(self.ids),)),
@@ -131,10 +131,10 @@ class Fields:
         )
         self.items = [np.dtype("<i4")] * len(self.lists) + [np.dtype("<i8")] * len(self.timed)
 
-    def pack(self, columns: Columns) -> Part:
+    def pack(self, columns: Columns) -> Partition:
         """The good rows."""
         records = np.zeros(len(columns.number), self.record)
-        records["number"], records["time"], records["part"] = columns.number, columns.time, columns.part
+        records["number"], records["time"], records["split"] = columns.number, columns.time, columns.split
         records["user"] = self.users.codes(columns.user) if self.config.user else columns.user.codes
         records["request"] = self.requests.codes(columns.request) if columns.request else -1
         if columns.vendor is not None:
@@ -161,15 +161,15 @@ class Fields:
             values, offsets = columns.times[event]
             records["lengths"][:, index] = np.diff(offsets)
             items.append(values)
-        part = Part(records, items)
-        return part if columns.good.all() else part.take(np.flatnonzero(columns.good))
+        partition = Partition(records, items)
+        return partition if columns.good.all() else partition.take(np.flatnonzero(columns.good))
 
-    def unpack(self, part: Part) -> Columns:
-        records = part.records
+    def unpack(self, partition: Partition) -> Columns:
+        records = partition.records
         lists: dict[str, CodedLists] = {}
         fields: dict[str, dict[str, CodedLists]] = {event: {} for event, _ in self.lists if event}
         times = {}
-        for index, ((event, name), items) in enumerate(zip([*self.lists, *self.timed], part.items, strict=True)):
+        for index, ((event, name), items) in enumerate(zip([*self.lists, *self.timed], partition.items, strict=True)):
             offsets = np.append(0, np.cumsum(records["lengths"][:, index], dtype=np.int64))
             if index >= len(self.lists):
                 times[event] = items, offsets
@@ -182,7 +182,7 @@ class Fields:
             time=_column(records, "time"),
             request=Coded(_column(records, "request"), self.requests.values) if self.config.request else None,
             vendor=Coded(_column(records, "vendor")[:, 0], self.vendors.values) if self.config.vendor else None,
-            part=_column(records, "part"),
+            split=_column(records, "split"),
             labels=_column(records, "labels"),
             weights=_column(records, "weight")[:, 0] if self.config.weight else None,
             numeric={name: records["numeric"][:, index].copy() for index, name in enumerate(self.numeric)},
@@ -206,7 +206,7 @@ class Fields:
 
 
 class LogFields:
-    """`Log` as a `Part` and back: entries of users that have labelled rows."""
+    """`Log` as a `Partition` and back: entries of users that have labelled rows."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.dictionaries = {name: Dictionary() for name in names}
@@ -214,15 +214,15 @@ class LogFields:
             [("owner", "<i4"), ("time", "<i8"), ("ids", "<i4", (len(names),)), ("lengths", "<i4", (0,))]
         )
 
-    def pack(self, log: Log) -> Part:
+    def pack(self, log: Log) -> Partition:
         records = np.zeros(len(log.owner), self.record)
         records["owner"], records["time"] = log.owner, log.time
         for index, (name, dictionary) in enumerate(self.dictionaries.items()):
             records["ids"][:, index] = dictionary.codes(log.fields[name])
-        return Part(records[log.events[log.owner[log.events] >= 0]], [])
+        return Partition(records[log.events[log.owner[log.events] >= 0]], [])
 
-    def unpack(self, part: Part) -> Log:
-        records = part.records
+    def unpack(self, partition: Partition) -> Log:
+        records = partition.records
         fields = {
             name: Coded(records["ids"][:, index].copy(), dictionary.values)
             for index, (name, dictionary) in enumerate(self.dictionaries.items())

@@ -1,11 +1,11 @@
 """Preparation of more rows than memory holds, through the disk.
 
-1. Chunks of rows are read, their ids coded, and dealt by user over parts: files of records.
-2. Each part, which has all rows of its users, forms its requests and histories as `train.data.events.prepare` does with
-   all rows, and is written back in the order of its requests.
+1. Chunks of rows are read, their ids coded, and dealt by user over partitions: files of records.
+2. Each partition, which has all rows of its users, forms its requests and histories as `train.data.events.prepare` does
+   with all rows, and is written back in the order of its requests.
 3. Statistics are computed, see `train.data.statistics.compute`.
-4. Parts are counted: ids, numbers and labels of training rows.
-5. Slices of all parts that are neighbours in time are merged, mapped to rows of tables, scaled and written.
+4. Partitions are counted: ids, numbers and labels of training rows.
+5. Slices of all partitions that are neighbours in time are merged, mapped to rows of tables, scaled and written.
 
 Memory holds `data.rows_at_once` rows, or those of the busiest user, beside the distinct ids of every column. Every row
 is read once, and written and read twice more as a record, before it is written in its final form.
@@ -24,14 +24,14 @@ import numpy as np
 from modules.batch import FeatureSpec
 from train.config.schema import EventsConfig
 from train.data.batch import ranges
-from train.data.events.check import check_parts
+from train.data.events.check import check_splits
 from train.data.events.dense import Numbers, dense
 from train.data.events.late import final, newest
 from train.data.events.names import max_candidates
 from train.data.events.read import held_out, histories, log_files, read_columns, read_log
 from train.data.events.shards import Shards
 from train.data.events.shared import FirstRows, order_by_vendor
-from train.data.events.spill import Dictionary, Fields, LogFields, Part, PartFiles
+from train.data.events.spill import Dictionary, Fields, LogFields, Partition, PartitionFiles
 from train.data.features import mapping
 from train.data.features.columns import Coded
 from train.data.features.vocabulary import Occurrences
@@ -61,14 +61,14 @@ def prepare(
     work.mkdir()
     number = min(-(-count // config.rows_at_once), MOST_PARTS)
     fields = Fields(config)
-    dealt = PartFiles(work / "rows", fields.record, fields.items)
+    dealt = PartitionFiles(work / "rows", fields.record, fields.items)
     last, read, until = None, 0, 0
     for last in chunks:
         chunk = read_columns(config, last, read)
         until = max(until, newest(chunk))
-        part = fields.pack(chunk)
+        partition = fields.pack(chunk)
         read += len(last)
-        _deal(part, part.records["user"], number, dealt)
+        _deal(partition, partition.records["user"], number, dealt)
     assert last is not None
     last.report(config.max_skipped)
     logs = {
@@ -82,9 +82,9 @@ def prepare(
     if max_candidates(config) is None:
         spec = replace(spec, max_candidates=rounded(most))
     fractions = config.split if config.split_by == "time" else None
-    parts, free = shards.requests_of_part()
-    check_parts(config, parts)
-    bounds = split_bounds(parts, free, shards.place, fractions)
+    splits, free = shards.requests_of_split()
+    check_splits(config, splits)
+    bounds = split_bounds(splits, free, shards.request_after, fractions)
     counts = _Counts(config, spec, fields, logs)
     train = [shards.positions(end) for end in bounds["train"]]
     for shard in range(number):
@@ -94,8 +94,8 @@ def prepare(
     ids, spec = make_ids(folder, config, spec, counts.occurrences(), earlier, config.new_ids, vectors)
     scales = counts.numbers.statistics(earlier.numeric if earlier else {})
     writer = Writer(folder, spec, ids)
-    for slab in range(shards.slabs):
-        writer.add(_block(config, spec, fields, shards, slab, statistics, scales))
+    for run in range(shards.runs):
+        writer.add(_block(config, spec, fields, shards, run, statistics, scales))
     for event in spec.histories:
         dictionaries = [counts.dictionary(event.name, field.name) for field in event.fields]
         for shard in range(number):
@@ -109,28 +109,31 @@ def prepare(
     shutil.rmtree(work)
 
 
-def _deal(part: Part, owner: np.ndarray, number: int, files: PartFiles) -> None:
-    """Append each owner's records to the part of the owner, in order."""
+def _deal(partition: Partition, owner: np.ndarray, number: int, files: PartitionFiles) -> None:
+    """Append each owner's records to the partition of the owner, in order."""
     whose = (owner % number).astype(np.int16)
-    part = part.take(np.argsort(whose, kind="stable"))
+    partition = partition.take(np.argsort(whose, kind="stable"))
     ends = np.cumsum(np.bincount(whose, minlength=number))
-    item_ends = np.pad(np.cumsum(part.records["lengths"], 0, dtype=np.int64), ((1, 0), (0, 0)))
+    item_ends = np.pad(np.cumsum(partition.records["lengths"], 0, dtype=np.int64), ((1, 0), (0, 0)))
     for index, (begin, end) in enumerate(zip(np.append(0, ends[:-1]), ends, strict=True)):
         if begin < end:
             items = [
-                values[item_ends[begin, column] : item_ends[end, column]] for column, values in enumerate(part.items)
+                values[item_ends[begin, column] : item_ends[end, column]]
+                for column, values in enumerate(partition.items)
             ]
-            files.append(index, Part(part.records[begin:end], items))
+            files.append(index, Partition(partition.records[begin:end], items))
 
 
-def _deal_log(config: EventsConfig, name: str, fields: Fields, number: int, work: Path) -> tuple[LogFields, PartFiles]:
+def _deal_log(
+    config: EventsConfig, name: str, fields: Fields, number: int, work: Path
+) -> tuple[LogFields, PartitionFiles]:
     history = config.histories[name]
     log_fields = LogFields(history.fields)
-    files = PartFiles(work / f"log{list(config.histories).index(name)}", log_fields.record, [])
+    files = PartitionFiles(work / f"log{list(config.histories).index(name)}", log_fields.record, [])
     rows = None
     for rows in log_files(config, history).chunks(config.rows_at_once):
-        part = log_fields.pack(read_log(config, history, rows, fields.users.values))
-        _deal(part, part.records["owner"], number, files)
+        partition = log_fields.pack(read_log(config, history, rows, fields.users.values))
+        _deal(partition, partition.records["owner"], number, files)
     assert rows is not None
     rows.report(config.max_skipped)
     return log_fields, files
@@ -139,26 +142,26 @@ def _deal_log(config: EventsConfig, name: str, fields: Fields, number: int, work
 def _form(
     config: EventsConfig,
     fields: Fields,
-    dealt: PartFiles,
-    logs: Mapping[str, tuple[LogFields, PartFiles]],
+    dealt: PartitionFiles,
+    logs: Mapping[str, tuple[LogFields, PartitionFiles]],
     shards: Shards,
     statistics: Spilled,
     until: int,
     locate: Callable[[int], str],
 ) -> int:
-    """Requests and histories of each part; returns the candidates of the largest request."""
+    """Requests and histories of each partition; returns the candidates of the largest request."""
     sizes, most, firsts = [], 1, FirstRows(config)
     for shard in range(shards.number):
-        part = dealt.read(shard)
+        partition = dealt.read(shard)
         dealt.remove(shard)
-        columns = fields.unpack(part)
-        part.records["labels"] = final(config, columns, until)
+        columns = fields.unpack(partition)
+        partition.records["labels"] = final(config, columns, until)
         formed = form_requests(
-            np.arange(len(part.records)),
+            np.arange(len(partition.records)),
             columns.user.codes,
             columns.time,
             request=columns.request.codes if columns.request else None,
-            part=columns.part,
+            split_of=columns.split,
             window=config.request_window,
             max_candidates=max_candidates(config),
             held_out=held_out(config),
@@ -179,7 +182,7 @@ def _form(
                 for field in names
             ]
             codes[name] = np.stack(each, 1)
-        shards.add(shard, part, formed, columns, made, codes)
+        shards.add(shard, partition, formed, columns, made, codes)
         statistics.add(shard, columns, formed)
     warn_of_long(sizes, max_candidates(config))
     firsts.report()
@@ -194,7 +197,7 @@ class _Counts:
         config: EventsConfig,
         spec: FeatureSpec,
         fields: Fields,
-        logs: Mapping[str, tuple[LogFields, PartFiles]],
+        logs: Mapping[str, tuple[LogFields, PartitionFiles]],
     ) -> None:
         self._spec, self._fields, self._logs = spec, fields, logs
         self.rows = 0
@@ -213,7 +216,7 @@ class _Counts:
         """The requests first:end of a shard, which train, and rows that are trained on as history only."""
         rows = shards.whole(shard)
         self.labels.see(rows.records["labels"])
-        begins = shards.begins(shard)
+        begins = shards.first_rows(shard)
         taken = np.arange(begins[first], begins[end])
         training = rows.take(taken)
         columns = self._fields.unpack(training)
@@ -260,16 +263,16 @@ def _block(
     spec: FeatureSpec,
     fields: Fields,
     shards: Shards,
-    slab: int,
+    run: int,
     statistics: Spilled,
     scales: dict[str, dict[str, float]],
 ) -> Block:
-    part, requests, order = shards.slab(slab)
+    partition, requests, order = shards.rows_of(run)
     counts = requests["count"]
     starts = np.cumsum(counts) - counts
     taken = ranges(starts[order], counts[order])
-    columns = fields.unpack(part.take(taken))
-    values = np.concatenate([statistics.of(*each) for each in shards.slices(slab)])[taken]
+    columns = fields.unpack(partition.take(taken))
+    values = np.concatenate([statistics.of(*each) for each in shards.slices(run)])[taken]
     columns.numeric |= statistics.named(values)
     requests, counts = requests[order], counts[order]
     first = np.cumsum(counts) - counts

@@ -7,6 +7,7 @@ of one country, is divided again, by time: counters are carried from piece to pi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from train.data.statistics import describe, store
 from train.data.statistics.groups import ALWAYS, Base, Group, State
 from train.data.statistics.values import Prior
 from train.data.storage.rows import NEVER
+
+log = logging.getLogger(__name__)
 
 MOST_PARTS = 1024
 SAMPLES = 4096
@@ -53,10 +56,12 @@ class Statistics:
         self.prior = Prior(self.base.tasks)
         self._earlier = Path(config.vocabulary_of) / mapping.COUNTERS if config.vocabulary_of else None
         self._folder = folder / mapping.COUNTERS
+        self._until = NEVER
         if self.groups:
             self._folder.mkdir()
             if self._earlier:
                 self.prior = store.read_prior(self._earlier, self.base.tasks)
+                self._until = self.prior.newest()
 
     def whole(self, columns: Columns, requests: Requests) -> dict[str, np.ndarray]:
         """[N] float32 by feature, NaN of rows in no request and of what is not known."""
@@ -76,6 +81,14 @@ class Statistics:
 
     def see(self, base: np.ndarray) -> None:
         """Count the labels of rows, before any statistic of theirs is computed."""
+        first = int(base["second"].min(initial=self._until))
+        if first < self._until:
+            log.warning(
+                "data.statistics: rows from %s on come after those until %s, which data.vocabulary_of has counted: "
+                "their numbers lack these, and rows that both have count twice; give each row once, in time order",
+                *(np.datetime64(second, "s") for second in (first, self._until)),
+            )
+            self._until = NEVER  # said once
         self.prior.add(base["second"], base["known"], base["observed"], base["positive"])
 
     def earlier(self, number: int) -> State:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from train.config.schema import EventsConfig, StatisticConfig
-from train.data.events.read import Columns, log_files
+from train.data.events.read import Columns, log_files, log_times
 from train.data.statistics import describe
 from train.data.statistics.counters import Counters, Events, advance
 from train.data.statistics.values import Prior, combined, features, hashed
@@ -140,11 +140,8 @@ class Group:
         history = self.config.histories[self.each.log]
         named = (*self.each.by, *self.each.distinct)
         names = [history.user if history.user and name == self.config.user else name for name in named]
-        time, form = history.time or self.config.time, history.time_format or self.config.time_format
-        assert time
-        files = log_files(self.config, history, {*names, *history.where, time})
-        for rows in files.chunks(self.config.rows_at_once):
-            yield self._entries(rows, names, rows.milliseconds(time, form), history.where)
+        for rows in log_files(self.config, history, {*names}).chunks(self.config.rows_at_once):
+            yield self._entries(rows, names, log_times(self.config, history, rows), history.where)
 
     def _entries(self, rows: Rows, names: Sequence[str], time: np.ndarray, where: Mapping[str, object]) -> np.ndarray:
         good = ~rows.bad

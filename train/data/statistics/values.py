@@ -41,6 +41,11 @@ class Prior:
         self.counts = np.zeros((len(self.hours), len(self.tasks), 2), np.int64)
         np.add.at(self.counts, place, np.concatenate(sums))
 
+    def newest(self) -> int:
+        """The second in which the newest hour with a labelled row begins, NEVER without rows."""
+        hours = self.hours[self.counts[:, :, 0].any(1)]
+        return int(hours.max()) * HOUR if len(hours) else NEVER
+
     def rates(self, second: np.ndarray) -> np.ndarray:
         """[Q, tasks] of the rows of all hours before those of these seconds; NaN where there were none."""
         totals = np.append(np.zeros((1, len(self.tasks), 2)), np.cumsum(self.counts, 0), 0)

@@ -57,6 +57,9 @@ OF_ITEMS = {
         dim=8, **HEADS, pffn_hidden=8, window=2, num_experts=1, layers=[{"num_seeds": 4}, {"num_heads": 1, "window": 3}]
     ),
     "gem": GEM.Config(**GEMS),
+    "token_mixing that adds": TokenMixingConfig(
+        **MIXING, num_layers=1, mixing="add", norm="post", feed_forward="gelu", sequences="target"
+    ),
     "token_mixing of queries": TokenMixingConfig(
         **MIXING, num_layers=1, sequences="queries", encoding="newest", num_newest=2
     ),

@@ -17,7 +17,7 @@ from kernels.gdpa.triton import norms
 
 
 @custom_op("gemsmith::gdpa_layer_norm", like="query")
-def _layer_norm(query: Tensor, head: int = 0) -> Tensor:
+def _layer_norm(query: Tensor, head: int) -> Tensor:
     return norms.layer_norm(query, head)
 
 

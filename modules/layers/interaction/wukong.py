@@ -203,7 +203,7 @@ class WukongExperts(nn.Module):
         works, results = [], []
         for index, (first, *rest) in enumerate(self.experts):
             own, shared = shares[index], shares_of_request[index] if first.num_request else None
-            with SideStream(own, shared, lane=index) as work:
+            with SideStream(own, shared, lane=-1 - index) as work:  # others may be at work in those from 0 on
                 tokens = first(own, shared, rows if shared is not None else None)
                 for layer in rest:
                     tokens = layer(tokens)

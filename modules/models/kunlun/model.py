@@ -155,9 +155,17 @@ class Kunlun(PlainLogits, Ranker):
         for index, layer in enumerate(self.layers):
             of_request, of_vendor = (None, None) if index else (request, vendor)
             context = layer.compress_context(request, events)
-            summary, queries = layer.compress(x, of_request, of_vendor, rows)
+            # X has a lane of its own: event stacks without queries need not wait for the interaction before them.
+            with SideStream(x, request, rows.offsets, rows.owner, lane=len(self.stacks)) as work:
+                summary, queries = layer.compress(x, of_request, of_vendor, rows)
+            if queries:
+                work.join_all(queries)
             events = self._run(index, events, context, queries, rows, tokens)
-            x = layer(summary, [each for each in events if each is not None], rows)
+            known = [each for each in events if each is not None]
+            read = [part for each in known for part in (each.summary, each.target)]
+            with SideStream(summary, *read, rows.offsets, rows.owner, lane=len(self.stacks)) as work:
+                x = layer(summary, known, rows)
+        x = work.join(x)
         if self.only_vectors():
             summaries = [each.summary for each in events if each is not None and each.summary is not None]
             return torch.cat(summaries, dim=1).flatten(1)

@@ -9,7 +9,7 @@ then slices for each later mixing or reverting, and at last each rank's sums ove
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ class TokenRanks:
         arrived = iter([torch.cat(parts) for parts in self._exchange(sent, shapes, self.rounded)])
         user, item, *rest = [None if each is None else next(arrived) for _, each in given]
         assert item is not None
-        return (user, item), Mixed(*rest) if rest else None, rows, sizes
+        return (user, item), Mixed(rest[0], rest[1], cast(Tensor, rest[2])) if rest else None, rows, sizes
 
     def turned(self, slices: Sequence[Tensor]) -> list[Tensor]:
         """Each [rows, T / P, H, k] of this rank's tokens -> [rows, H / P, T k] of its heads."""

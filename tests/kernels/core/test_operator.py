@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,3 +195,16 @@ def test_traced_whole() -> None:
 def test_opcheck() -> None:
     torch.library.opcheck(scale.definition, (leaf(), 2.0))
     torch.library.opcheck(halve.definition, (torch.ones(2),))
+
+
+def test_no_operator_has_defaults() -> None:
+    """PyTorch leaves out last arguments that equal them, and what saves for the backward would miss these."""
+    functions = [
+        function
+        for file in (Path(__file__).parents[3] / "kernels").rglob("*.py")
+        for function in ast.walk(ast.parse(file.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        and any("custom_op" in ast.unparse(each) for each in function.decorator_list)
+    ]
+    assert len(functions) > 50
+    assert [function.name for function in functions if function.args.defaults] == []

@@ -148,6 +148,13 @@ def _display(source: Any, split: str) -> torch.Tensor:
     return batch.candidate_sparse[name].values()[:, None]
 
 
+SHOWN = {
+    "display": {"position": 1},
+    "candidate_categorical": ["item", "position"],
+    "transforms": {"place": TransformConfig(copy="position"), "both": TransformConfig(cross=["item", "place"])},
+}
+
+
 def test_wrong_keys_are_named(tmp_path):
     for changes, message in (
         ({"known_at": {"like": KNOWN}}, "data.known_at names 'like', which is no task"),
@@ -157,6 +164,11 @@ def test_wrong_keys_are_named(tmp_path):
         ({"as_of": "soon"}, "data.as_of='soon' must be a time"),
         ({"display": {"position": 1}}, "data.display.position is no feature"),
         ({"display": {"position": "top"}, "candidate_numeric": ["position"]}, "must be a number"),
+        (
+            SHOWN | {"candidate_categorical": ["item", "position", "both"]},
+            "'both' is made of 'position', which",
+        ),
+        (SHOWN | {"statistics": {"of": {"by": ["item", "place"]}}}, "of.by has 'position', which requests do not have"),
     ):
         with pytest.raises(ValueError, match=message):
             source_of(make_config(tmp_path, **changes))

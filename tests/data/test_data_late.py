@@ -140,6 +140,12 @@ def test_the_display_is_fixed_where_it_is_not_trained_on(tmp_path, features):
     assert torch.equal(mine.to(fixed.dtype), fixed[:1])
 
 
+@pytest.mark.parametrize(("value", "told"), [(1, False), (0, True), ("first", True), (None, False)])
+def test_a_display_that_no_row_had_is_told(value, told, tmp_path, caplog):
+    source_of(make_config(tmp_path, candidate_categorical=["item", "position"], display={"position": value}))
+    assert (f"data.display.position={value} is no id of the training rows" in caplog.text) == told
+
+
 def _display(source: Any, split: str) -> torch.Tensor:
     batch = whole(source, split)
     if batch.candidate_dense.shape[1]:

@@ -39,15 +39,7 @@ class PretrainedModel(RankingModel):
 
     def __init__(self, config: ModelConfig, spec: FeatureSpec, device: torch.device | str = "cpu") -> None:
         """`device`: of the embedding tables; "meta" for weights that are loaded with `assign=True`."""
-        embedding = LocalEmbedding(
-            spec,
-            config.dim,
-            device,
-            config.table_dims,
-            managed_tables=config.managed_tables,
-            table_std=config.table_std,
-            dropout=config.embedding_dropout,
-        )
+        embedding = LocalEmbedding.of(spec, config, device)
         super().__init__(cast(FeatureEmbedding, embedding), build(config, spec))  # which is called alike
         self.config, self.spec = config, spec
 
@@ -99,7 +91,7 @@ def load_embedding(folder: Path) -> LocalEmbedding:
     """The embedding of a folder's model alone: it takes no code of the model."""
     config, spec = read_description(folder)
     with _understood(folder):
-        embedding = LocalEmbedding(spec, config.dim, "meta", config.table_dims, managed_tables=config.managed_tables)
+        embedding = LocalEmbedding.of(spec, config, "meta")
     _assign(embedding, folder, "embedding.")
     return embedding.eval()
 

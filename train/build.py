@@ -18,7 +18,6 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
 from kernels.core import dispatch
 from modules.batch import UNKNOWN_ID, FeatureSpec
-from modules.config import ModelConfig
 from modules.costs.flops import BatchFlops, count_flops
 from modules.costs.summary import summarise as summarise_model
 from modules.layers.embedding.tokens import FeatureEmbedding
@@ -124,7 +123,7 @@ def build(config: Config, world: World) -> Job:
     forward_flops = count_flops(arch, source.spec, config.model.dim)
     if losses.next_item:
         train_on_places(arch, losses, source, world.device)
-    model = RankingModel(_embedding(source, config.model), arch)
+    model = RankingModel(FeatureEmbedding.of(source.spec, config.model, "meta"), arch)
     model.embedding.assemble.to(world.device)
     log.info("%s: %s dense parameters", config.model.name, f"{sum(p.numel() for p in arch.parameters()):,}")
     table = format_table(apply_recipe(model, config.precision.name, config.precision.quantize, world.device))
@@ -218,18 +217,6 @@ def _kinds(plan: ShardingPlan) -> str:
     placed = [cast(EmbeddingModuleShardingPlan, collection).values() for collection in plan.plan.values()]
     kinds = Counter(f"{table.sharding_type}, {table.compute_kernel}" for tables in placed for table in tables)
     return "; ".join(f"{count} {kind}" for kind, count in kinds.items())
-
-
-def _embedding(source: Source, model: ModelConfig) -> FeatureEmbedding:
-    return FeatureEmbedding(
-        source.spec,
-        model.dim,
-        "meta",
-        model.table_dims,
-        managed_tables=model.managed_tables,
-        table_std=model.table_std,
-        dropout=model.embedding_dropout,
-    )
 
 
 def load_model(

@@ -126,8 +126,7 @@ class TaskLosses:
     ) -> tuple[Tensor, Tensor]:
         """(this rank's share of the loss, the global weight), as `ranking_loss`, of a model's outputs on `batch`."""
         if self._plain:
-            assert isinstance(outputs, Tensor)
-            return ranking_loss(outputs, batch.labels, batch.weights, shares)
+            return ranking_loss(_logits(outputs), batch.labels, batch.weights, shares)
         if self.next_item:
             if not isinstance(outputs, NextItems):
                 raise ValueError(
@@ -135,7 +134,7 @@ class TaskLosses:
                 )
             values, weights = self.next_item.terms(outputs, self.known)
             return global_mean((values * weights).sum()[None], weights.sum()[None])
-        assert isinstance(outputs, Tensor)
+        outputs = _logits(outputs)
         if outputs.shape != (batch.num_candidates, sum(self.outputs)):
             raise ValueError(
                 f"the model gives logits {list(outputs.shape)} where its losses want [C, outputs] = "
@@ -152,3 +151,9 @@ class TaskLosses:
             sums.append((values * weights).sum())
             totals.append(weights.sum())
         return global_mean(torch.stack(sums), torch.stack(totals), shares)
+
+
+def _logits(outputs: object) -> Tensor:
+    if not isinstance(outputs, Tensor):
+        raise ValueError(f"the model gives a {type(outputs).__name__} where its losses want a tensor [C, outputs]")
+    return outputs

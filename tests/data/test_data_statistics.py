@@ -231,6 +231,7 @@ def test_later_files_and_requests_go_on_from_the_counters(tmp_path, caplog):
     after = source_of(dataclasses.replace(config, files=["last.parquet"], vocabulary_of=str(run), statistics="auto"))
     assert after.meta["statistics"] == first.meta["statistics"]
     assert "in time order" not in caplog.text
+    assert "data.histories of rows, bought, hold those of the files named here alone" in caplog.text
     source_of(dataclasses.replace(config, vocabulary_of=str(run), statistics="auto", rows_at_once=ROWS // 3))
     assert caplog.text.count("rows that both have count twice; give each row once, in time order") == 1
     mine, theirs = dense_of(after, "train"), dense_of(together, "test")

@@ -56,6 +56,22 @@ def test_times_in_the_future_are_told(tmp_path):
     assert last.endswith("2096-10-02T07:06:40  in the future: is data.time_format right?")
 
 
+def test_a_log_in_another_unit_is_told(tmp_path):
+    """Seconds that are read as milliseconds are in 1970, and every request sees the events that come after it."""
+    table = {"user": [1] * 40, "time": [1_700_000_000_000 + 1000 * i for i in range(40)]}
+    pq.write_table(pa.table(table | {"item": [1, 2] * 20, "click": [0, 1] * 20}), tmp_path / "rows.parquet")
+    log = {"user": [1] * 4, "time": [1_700_000_000 + 9 * i for i in range(4)], "query": [1, 2, 3, 4]}
+    pq.write_table(pa.table(log), tmp_path / "log.parquet")
+
+    def told(**changes: str) -> str:
+        search = HistoryConfig(["query"], files=["log.parquet"], **changes)
+        histories = {"seen": HistoryConfig(["item"]), "search": search}
+        return summarise(build_source(events_config(tmp_path, time_format="ms", histories=histories)))[0]
+
+    assert "search: all events are more than ten years older than their requests: is their time_format" in told()
+    assert "ten years" not in told(time_format="s")
+
+
 def test_rows_without_a_time_have_no_dates():
     lines = summarise(SyntheticSource(SyntheticConfig(num_requests=1000)), dated=False)[0].splitlines()
     assert lines[:2] == ["split      requests  (without a time)", "train         1,000"]

@@ -191,11 +191,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def experiments() -> list[Any]:
     """Those whose data is made up or ships with the repository, but for other sizes of one that is here, too.
 
-    Of GEM, whose steps take longest, and of token mixing, one class, `make nightly` has those that are marked.
+    `make nightly` has those of models that another one has, too, and most of token mixing, which is one class.
     """
     names = sorted(path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml"))
     others = re.compile(r"ml1m|gowalla|amazon|sessions|.*(_large|_ratio64)$")
-    often = ("gem_long_h200", "movielens_gem", "movielens_rankmixer", "movielens_mixformer")
+    often = ["gem_long_h200", *(f"movielens_{name}" for name in ("gem", "kunlun", "wukong", "tokenmixer"))]
+    often += ["movielens_rankmixer", "movielens_mixformer"]
     again = dict.fromkeys(often, pytest.mark.nightly)
     return [pytest.param(name, marks=again.get(name, ())) for name in names if not others.match(name)]
 

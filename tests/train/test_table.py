@@ -131,5 +131,7 @@ def test_the_example_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.Monk
         exec(example(), names)
     assert names["results"]["test"]["click/examples"] == 30
     assert (tmp_path / "runs" / "clicks" / "results.json").exists()
-    with pytest.raises(ValueError, match=r"(?s)data\.usr: .*EventsConfig"):
+    with pytest.raises(ValueError, match=r"data\.usr is no key of the configuration; did you mean data\.user\?"):
         fit(frame, run_dir=tmp_path / "other", usr="x")
+    with pytest.raises(ValueError, match=r"files=\['a'\] has rows of its own; give them as table"):
+        fit(frame, run_dir=tmp_path / "other", files=["a"])

@@ -206,12 +206,8 @@ def _check_arms(arms: list[Arm], overrides: list[str], by_first: ByFirst = lambd
         if not source.num_requests("test"):
             raise ValueError("arms are compared on the test split, which is empty; e.g. data.split=[0.8,0.1,0.1]")
         with torch.device("meta"):
-            arch = build_arch(config.model, spec)
-            own = config.model
-            embedding = FeatureEmbedding(
-                source.spec, own.dim, table_dims=own.table_dims, managed_tables=own.managed_tables
-            )
-            model = RankingModel(embedding, arch)
+            embedding = FeatureEmbedding.of(source.spec, config.model, "meta")
+            model = RankingModel(embedding, build_arch(config.model, spec))
         weights[arm.name] = {name: tensor.shape for name, tensor in model.state_dict().items()}
         weights[arm.name]["data_fingerprint"] = source.fingerprint
         _check_precision(arm, config, model)

@@ -120,8 +120,7 @@ def _ids(config: Config, source: Source) -> tuple[int, int]:
 def _model(config: Config, source: Source, spec: FeatureSpec) -> RankingModel:
     """The model in host memory, its tables on `meta`."""
     torch.manual_seed(config.runtime.seed)
-    own = config.model
-    embedding = FeatureEmbedding(source.spec, own.dim, "meta", own.table_dims, managed_tables=own.managed_tables)
+    embedding = FeatureEmbedding.of(source.spec, config.model, "meta")
     model = RankingModel(embedding, build_arch(config.model, spec))
     # What is quantised matters to memory, and Hopper is where `auto` quantises anything.
     apply_recipe(model, config.precision.name, config.precision.quantize, capability=(9, 0))

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from train.config.compose import to_config
-from train.config.files import composed
+from train.config.files import composed, merge_error
 from train.config.schema import EventsConfig
 from train.data.storage.tables import keep_table
 from train.process import distributed
@@ -31,13 +31,15 @@ def fit(
     whole = composed([*chosen, *overrides])
     folder = (Path(data.get("cache_dir", whole.data.cache_dir)) / "tables").resolve()
     tables = {"files": table, "valid_files": valid, "test_files": test}
+    if named := sorted(tables.keys() & data.keys()):
+        raise ValueError(f"{named[0]}={data[named[0]]} has rows of its own; give them as table, valid= or test=")
     kept = {key: [str(keep_table(each, folder))] for key, each in tables.items() if each is not None}
     whole.runtime.run_dir = str(run_dir)
     schema, chosen_data = OmegaConf.structured(EventsConfig), OmegaConf.to_container(whole.data)
     try:
         whole.data = OmegaConf.merge(schema, chosen_data, data | kept)
     except OmegaConfBaseException as error:
-        raise ValueError(f"data.{error.full_key}: {error.msg}; the keys are those of EventsConfig") from None
+        raise ValueError(merge_error(error, str(error), "data")) from None
     config = to_config(whole)
     world = distributed.start(config.runtime)
     try:

@@ -8,11 +8,13 @@ from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from modules.config import check_options, of_earlier, refuse
 from modules.loss import task_loss
 from modules.models import CONFIGS, CustomConfig
 from train.config import environment
+from train.config.files import merge_error
 from train.config.numbers import check_numbers
 from train.config.overrides import unknown
 from train.config.schema import SOURCES, Config
@@ -61,7 +63,12 @@ def from_dict(saved: dict[str, Any], overrides: list[str]) -> Config:
         known = OmegaConf.merge(schema, saved)
     except OmegaConfBaseException as error:
         raise ValueError(f"the saved configuration is none of this version: {error.full_key}: {error.msg}") from error
-    composed = OmegaConf.merge(known, OmegaConf.from_dotlist(overrides))
+    composed = known
+    for text in overrides:
+        try:
+            composed = OmegaConf.merge(composed, OmegaConf.from_dotlist([text]))
+        except (OmegaConfBaseException, YAMLError) as error:
+            raise ValueError(f"{text}: {merge_error(error, str(error))}") from error
     assert isinstance(composed, DictConfig)
     for chosen in composed.tasks.values():
         if "of" not in chosen and "." in str(chosen.get("loss")):

@@ -38,6 +38,7 @@ SEARCHPATH = "hydra.searchpath"
 WORDS = {
     r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.": "must be a list, e.g. [a] or [a, b]",
     r"(Key \S+ \(\w+\)) is incompatible with \(str\)": r"\1 must be text: put it in quotes",
+    r"Merge error: \w+ is not a subclass of \w+\. value: .*": "a section takes keys, as in data.batch_size=64",
     r"Cannot merge DictConfig with ListConfig": "a list stands where keys with values belong: KEY: VALUE, not - VALUE",
 }
 """What is said in the place of OmegaConf's words."""
@@ -239,7 +240,7 @@ def _explained(error: Exception, known: Sequence[Override]) -> str:
     if key and re.search(r"not in|No match in the defaults list|is not in struct", text):
         value = next((each for each in known if each.key_or_group == key[1]), None)
         inner = re.search(r"Key '(.+?)' (?:is )?not in", text)
-        within = [inner[1]] if inner and inner[1] != key[1].split(".")[-1] else []  # of key={inner: ...}
+        within = [inner[1]] if inner and inner[1] not in key[1].split(".") else []  # of key={inner: ...}
         if suggestion := _suggestion(".".join([key[1], *within]), value, known):
             return suggestion
     if found := re.match(r"Multiple values for (\S+)\. To override a value use 'override \S+: (\S+)'", text):
@@ -250,21 +251,27 @@ def _explained(error: Exception, known: Sequence[Override]) -> str:
             f"{name}={values} has several values: a list is {name}=[{values}], a text with commas "
             f"'{name}=\"{values}\"', and a run for each is of launch.sweep, --over {name}={values}"
         )
-    file, own = "", _key_error(error)
     if found := re.match(r"In '(.+?)': \w+ raised while composing config:\n", text):
-        file, text = f"{found[1]}.yaml: ", text[found.end() :]
-        kind = getattr(own, "object_type", None)
-        if isinstance(own, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(kind):
-            path = str(own.full_key).rpartition(".")[0]
-            return file + unknown(path, str(own.key), [field.name for field in dataclasses.fields(kind)])
-        if own is not None:
-            file += f"{own.full_key}: "
+        return f"{found[1]}.yaml: {merge_error(error, text[found.end() :])}"
+    return _sentence(text).removeprefix("Error merging override ")
+
+
+def merge_error(error: BaseException, text: str, section: str = "") -> str:
+    """OmegaConf's reason in one sentence, with the key that was meant where a name is close. `section`: above keys."""
+    own = _key_error(error)
+    kind, key = getattr(own, "object_type", None), f"{section}.{own.full_key if own else ''}".strip(".")
+    if isinstance(own, ConfigKeyError | ConfigAttributeError) and dataclasses.is_dataclass(kind):
+        return unknown(key.rpartition(".")[0], str(own.key), [field.name for field in dataclasses.fields(kind)])
+    return f"{key}: {_sentence(text)}" if key else _sentence(text)
+
+
+def _sentence(text: str) -> str:
     for pattern, words in WORDS.items():
         text = re.sub(pattern, words, text)
     lines = [line.strip() for line in text.partition("\nConfig search path")[0].splitlines()]
     dropped = ("full_key", "object_type", "reference_type")
     told = [line for line in lines if line and not line.startswith(dropped) and not re.search(r"\$(KEY|VALUE)", line)]
-    return file + ": ".join(dict.fromkeys(told)).removeprefix("Error merging override ")
+    return ": ".join(dict.fromkeys(told))
 
 
 def _key_error(error: BaseException | None) -> OmegaConfBaseException | None:
@@ -289,7 +296,9 @@ def _suggestion(key: str, override: Override | None, known: Sequence[Override]) 
             node = node[name] if not OmegaConf.is_missing(node, name) else None
             continue
         if OmegaConf.get_type(node) is dict:
-            return f"{key} is a new key of the mapping {'.'.join(path[:depth])}; to add it write +{key}=VALUE"
+            close = closest(name, map(str, node))
+            meant = f"did you mean {'.'.join([*path[:depth], close])}? To add it" if close else "to add it"
+            return f"{key} is a new key of the mapping {'.'.join(path[:depth])}; {meant} write +{key}=VALUE"
         value = f"={override.get_value_element_as_str()}" if override is not None and len(path) == 1 else ""
         return unknown(".".join(path[:depth]), name, map(str, node), value)
     return ""

@@ -13,6 +13,7 @@ from train.data.source import Source
 
 SAMPLE = 256
 """Requests of a split, evenly spread, whose features are looked at."""
+DECADE = 10 * 365 * 86_400
 
 
 def summarise(source: Source, dated: bool = True) -> tuple[str, str]:
@@ -41,6 +42,9 @@ def summarise(source: Source, dated: bool = True) -> tuple[str, str]:
     if keys := dict.fromkeys(" x ".join(each["by"]) for each in counted.values()):
         lines.append(f"statistics of earlier rows, by {', '.join(keys)} (data.statistics=none: without)")
 
+    if dated and (old := list(_old(next(iter(samples.values()))))):
+        told = "all events are more than ten years older than their requests: is their time_format right?"
+        lines.append(f"{', '.join(old)}: {told}")
     ends = list(samples)[:: max(1, len(samples) - 1)]
     rows = list(zip(*(_features(source, samples[split]) for split in ends), strict=True))
     if empty := [name for (name, _, _, known), *_ in rows if known in ("none", "0.0%")]:
@@ -54,6 +58,15 @@ def summarise(source: Source, dated: bool = True) -> tuple[str, str]:
         name, table_rows, length, _ = row[0]
         lines.append(f"{name:<{width}} {table_rows:>12}  {length:>9}" + "".join(f"  {known:>14}" for *_, known in row))
     return splits, "\n".join(lines)
+
+
+def _old(batch: RequestBatch) -> Iterator[str]:
+    """Event types without an event in the ten years before its request: seconds read as milliseconds are in 1970."""
+    for name in batch.history_times.keys():
+        times = batch.history_times[name]
+        ages = batch.request_time.repeat_interleave(times.lengths()) - times.values()
+        if ages.numel() and ages.min() > DECADE:
+            yield name
 
 
 def _spread(count: int) -> np.ndarray:

@@ -5,8 +5,8 @@ and keys equally long; queries of uniform lengths against full keys; 256 keys. T
 queries, with uniform and with heavy-tailed lengths. `block_*` puts the norms of a block around it; `hstu_*`
 have SiLU and the masks of HSTU.
 
-On a GPU there are two more groups at one length: `ablation_*`, what each part of the Hopper forward brings, and
-`gelu_*`, the three forms of GELU in heads of 128 and of 64, which have half the products for each activation.
+On a GPU there are more at one length: `gelu_*`, the three forms of GELU in heads of 128 and of 64, which have half the
+products for each activation.
 
 Every call computes its own list of tiles, although layers with the same offsets would share it.
 """
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from torch.nn.functional import gelu, pad
 
 from kernels.bench import Case, Problem, Runner, backends_of, check_relative_error, runner_of
 from kernels.bench.cases import gdpa_block, gdpa_hstu
-from kernels.bench.cases.gdpa_ablation import HOPPER_STEPS, hopper_steps
 from kernels.bench.cases.gdpa_peer import load_peer
 from kernels.core import dispatch
 from kernels.gdpa import gdpa
@@ -52,11 +50,7 @@ def cases(device: torch.device) -> list[Case]:
     if device.type == "cpu":
         return shapes
 
-    def forward(name: str, kind: str, **options: Any) -> Case:
-        return Case(f"{name}_fwd_L{ONE_LENGTH}", partial(_problem, kind, "fwd", ONE_LENGTH, **options))
-
-    ablations = [forward(f"ablation_{kind}", kind, ablation=True) for kind in LENGTHS_OF]
-    forms = [
+    return shapes + [
         Case(
             f"gelu_d{dim}_{direction}_L{ONE_LENGTH}",
             partial(_problem, "self_dense", direction, ONE_LENGTH, head_dim=dim, forms=GELU_FORMS),
@@ -64,7 +58,6 @@ def cases(device: torch.device) -> list[Case]:
         for dim in (HEAD_DIM, HEAD_DIM // 2)
         for direction in ("fwd", "bwd")
     ]
-    return shapes + ablations + forms
 
 
 def full(rows: int, maximum: int) -> Tensor:
@@ -97,7 +90,6 @@ def _problem(
     direction: str,
     max_q: int,
     device: torch.device,
-    ablation: bool = False,
     head_dim: int = HEAD_DIM,
     forms: tuple[str, ...] = (),
 ) -> Problem:
@@ -137,9 +129,6 @@ def _problem(
             )
         )
 
-    def prepare_step(name: str) -> Runner:
-        return Runner(hopper_steps(q, k, v, q_offsets, k_offsets, max_k, "gelu_tanh")[name])
-
     def prepare_peer() -> Runner:
         """Its fast_gelu is the tanh form through the hardware's tanh; it takes keys as full or jagged."""
         peer, offsets = load_peer(), (q_offsets.int(), k_offsets.int())
@@ -172,16 +161,10 @@ def _problem(
             ),
         )
 
-    contenders: dict[str, Callable[[], Runner]]
-    if forms:
-        contenders = {form: partial(prepare, "hopper", form) for form in forms}
-    elif ablation:
-        contenders = {"triton": partial(prepare, "triton")}
-        contenders |= {f"hopper, {name}": partial(prepare_step, name) for name in HOPPER_STEPS}
-    else:
-        contenders = backends_of("gdpa", prepare)
-    if not (ablation or forms):
-        contenders |= {"ads_model_kernel_library": prepare_peer, "torch on padded": prepare_padded}
+    contenders: dict[str, Callable[[], Runner]] = {form: partial(prepare, "hopper", form) for form in forms}
+    if not forms:
+        peers = {"ads_model_kernel_library": prepare_peer, "torch on padded": prepare_padded}
+        contenders = backends_of("gdpa", prepare) | peers
     width = HEADS * head_dim * dtype.itemsize
     return Problem(
         contenders=contenders,

@@ -1,9 +1,9 @@
 """HSTU's attention as `gdpa` with SiLU: causal, with targets, and semi-local with a prefix, lengths uniform.
 
-The rival is the Triton kernel of generative-recommenders, from a checkout that GEMSMITH_PEER_HSTU names
-(github.com/meta-recsys/generative-recommenders), which also has loads by TMA. It has no prefix. It tries all its
+Rivals have no prefix beside a window. One is the Triton kernel of generative-recommenders, from a checkout that
+GEMSMITH_PEER_HSTU names (github.com/meta-recsys/generative-recommenders), which also has loads by TMA. It tries all its
 configurations at the first length of a width, each for a tenth of the time that it would give, and the best few of
-them at others.
+them at others. The other is NVIDIA's CUTLASS kernel, from PyPI's fbgemm-gpu-hstu-nightly.
 """
 
 from __future__ import annotations
@@ -81,6 +81,14 @@ def load_peer() -> Callable[..., Tensor]:
     return module.triton_hstu_mha
 
 
+def load_cutlass() -> Callable[..., Tensor]:
+    """Its function of (q, k, v, edges, edges, max_q, max_k, contexts, targets, ...); UnsupportedError without it."""
+    try:
+        return importlib.import_module("fbgemm_gpu.experimental.hstu").hstu_attn_varlen_func
+    except Exception as error:
+        raise UnsupportedError(f"fbgemm_gpu.experimental.hstu cannot be imported: {error!r}") from error
+
+
 def try_the_best_again(tuner: Any) -> None:
     """Let a Triton `Autotuner` try all configurations for the first call of a KIND, and for others only its BEST."""
     tuner.keys = [*dict.fromkeys([*tuner.keys, *KIND])]  # its own would give TMA what is best without
@@ -137,12 +145,24 @@ def _problem(masks: Masks, direction: str, dim: int, longest: int, device: torch
 
         return where_it_runs(lambda: runner_of(attend, inputs, cotangent, backward))
 
+    def prepare_cutlass() -> Runner:
+        if masks.local or device.type == "cpu":
+            raise UnsupportedError("has no prefix beside a window" if masks.local else "needs a GPU")
+        peer, edges = load_cutlass(), offsets.int()
+        rest = {"num_contexts": None, "num_targets": None if targets is None else targets.int()}
+        rest |= {"window_size": (-1, 0), "alpha": dim**-0.5}
+
+        def attend() -> Tensor:
+            return peer(q, k, v, edges, edges, longest, longest, **rest)
+
+        return where_it_runs(lambda: runner_of(attend, inputs, cotangent, backward))
+
     mask = checked_mask(window=features["window"])
     structure = checked_structure(mask, offsets, offsets, targets, 0, features.get("prefix", 0), None, "start")
     pairs = attended_pairs(offsets, offsets, mask) if structure is None else structure.pairs(mask, offsets, offsets)
     peers = {f"generative-recommenders{', TMA' * tma}": partial(prepare_peer, tma) for tma in (False, True)}
     return Problem(
-        contenders=backends_of("gdpa", prepare) | peers,
+        contenders=backends_of("gdpa", prepare) | peers | {"FBGEMM HSTU": prepare_cutlass},
         check=check_relative_error(_expected(inputs, cotangent, lengths, numbers, features | scales, backward), LIMIT),
         flops=4 * HEADS * dim * pairs * (2.5 if backward else 1.0),
         bytes=(7 if backward else 4) * total * HEADS * dim * dtype.itemsize,

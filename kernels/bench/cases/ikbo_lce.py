@@ -2,7 +2,7 @@
 
 The shapes are those of the published benchmark of IKBO: M = 433, N = 256, 1184 tokens of a request and 872 of a
 candidate, both padded to multiples of 8 outside the timing, float16; candidates over several numbers of candidates per
-request. `lce_stages` goes from the broadcast to the kernels step by step, with the original 1178 and 866 tokens.
+request.
 """
 
 from __future__ import annotations
@@ -45,17 +45,11 @@ def cases(device: torch.device) -> list[Case]:
     gpu = device.type == "cuda"
     sizes = GPU_SIZES if gpu else CPU_SIZES
     small = {} if gpu else {"request_tokens": 9, "candidate_tokens": 7, "num_out": 5, "width": 8}
-    found = [
+    return [
         Case(f"lce_{direction}_B{count}_ratio{ratio}", partial(_problem, direction, Shape(count, ratio, **small)))
         for count, ratio in sizes
         for direction in ("fwd", "bwd")
         if direction == "fwd" or (count, ratio) in BACKWARD
-    ]
-    start = Shape(1024, 70, 1178, 866) if gpu else Shape(*CPU_SIZES[0], **small)
-    named = f"B{start.num_candidates}_ratio{start.ratio}"
-    return [
-        *found,
-        Case(f"lce_stages_{named}", partial(_stages, start)),
     ]
 
 
@@ -167,28 +161,3 @@ def _expected(inputs: _Inputs, backward: bool) -> tuple[Tensor, ...]:
     leaves = [leaf.detach().float().requires_grad_(backward) for leaf in inputs.leaves]
     out = inputs.compress("reference", *leaves)
     return torch.autograd.grad(out, leaves, inputs.cotangent.float()) if backward else (out,)
-
-
-def _stages(shape: Shape, device: torch.device) -> Problem:
-    inputs = _inputs(shape, device, backward=False)
-    owners = row_of(inputs.offsets, shape.num_candidates).int()
-    candidate, request, w_candidate, w_request = inputs.leaves
-    weight = torch.cat([w_candidate, w_request], 1)
-
-    def prepare(backend: str) -> Runner:
-        return Runner(lambda: inputs.compress(backend))
-
-    contenders: dict[str, Callable[[], Runner]] = {
-        f"4: one kernel ({name})" if name == "hopper" else f"3: added in the epilogue ({name})": partial(prepare, name)
-        for name in ("hopper", "triton")
-        if name in backends_of("linear_compression", prepare)
-    }
-    contenders |= {
-        "2: rows of weights aligned (torch)": partial(prepare, "torch"),
-        "1: decomposed": lambda: Runner(
-            lambda: w_candidate @ candidate + (w_request @ request).index_select(0, owners)
-        ),
-        "0: broadcast": lambda: Runner(lambda: weight @ torch.cat([candidate, request.index_select(0, owners)], 1)),
-    }
-    flops, size = _work(shape, candidate.itemsize)
-    return Problem(contenders, check_relative_error(_expected(inputs, backward=False), LIMIT), flops, size)

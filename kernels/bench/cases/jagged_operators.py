@@ -24,8 +24,6 @@ from kernels.core import dispatch
 # Rows, maximum length, width, and the narrow width of products and softmax.
 GPU_SHAPE = (1024, 200, 256, 8)
 CPU_SHAPE = (8, 10, 16, 4)
-# About the bytes of a product or a segment sum, and of an elementwise operation or a gradient, in bf16 and in float32.
-MOVED_MB = (6, 58, 116, 232)
 
 # Relative errors that a correct result stays below: one rounding of the result, or tf32 products.
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
@@ -67,20 +65,13 @@ def cases(device: torch.device) -> list[Case]:
         for direction in ("fwd", "bwd")
         for precision in ("bf16", "tf32", "fp32")
         if precision == "fp32" or (on_gpu and (product or precision == "bf16"))
-    ] + [Case(f"copy_{size}MB", partial(_copying, size * 1_000_000)) for size in (MOVED_MB if on_gpu else MOVED_MB[:1])]
+    ]
 
 
 def _halves(size: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Two tensors of `size` bytes together."""
     source = torch.arange(int(size) // 8, device=device).float()
     return source, torch.empty_like(source)
-
-
-def _copying(size: int, device: torch.device) -> Problem:
-    """Copied as memory, not by a kernel."""
-    source, target = _halves(size, device)
-    check = check_relative_error((source,), 1e-5)
-    return Problem({"torch": lambda: Runner(lambda: target.copy_(source))}, check, 0.0, float(size))
 
 
 # Operator -> whether it has products of matrices, whose float32 operands may be rounded to tf32.

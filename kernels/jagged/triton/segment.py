@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.core.launch import Launcher, aligned
 from kernels.core.operator import custom_op
 from kernels.core.triton import cdiv, flat, next_power_of_2, steps_of
-from kernels.jagged.triton.parts import PART, join, larger_of, num_parts, part_of, reduction_blocks, slots
+from kernels.jagged.triton.parts import LOAD_BYTES, PART, join, larger_of, num_parts, part_of, reduction_blocks, slots
 
 LOADS = 4  # of a thread at once
 GRADIENT_PART = 128  # places of a program of the maximum's gradient
@@ -165,8 +165,11 @@ def _launch_reduce(values: Tensor, offsets: Tensor, kind: str, out: Tensor, ties
     values, offsets = flat(values), offsets.contiguous()
     total, width = values.shape
     num_rows = offsets.shape[0] - 1
-    programs = num_parts(total, num_rows, PART)
-    blocks = reduction_blocks(width, programs, values.element_size(), LOADS, warps=2, widest=64)
+    programs, itemsize, warps = num_parts(total, num_rows, PART), values.element_size(), 2
+    # Columns are so many that rows of the mean length fill the loads: of shorter ones the last place is loaded again.
+    places = max(1, total // num_rows)
+    widest = min(256, max(64, next_power_of_2(32 * warps * LOAD_BYTES * LOADS // (itemsize * places))))
+    blocks = reduction_blocks(width, programs, itemsize, LOADS, warps=warps, widest=widest)
     parts = slots(values, total, PART, width)
     counts = None if ties is None else slots(values, total, PART, width, torch.int32)
     block_l, block_w, sums, warps = blocks.values()

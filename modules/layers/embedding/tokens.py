@@ -6,14 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from kernels.jagged import segment_mean
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature, Vendors
-from modules.config import ManagedTable
+from modules.config import ManagedTable, ModelConfig
 from modules.layers.embedding.managed_local import LocalRowsOfIds
 
 if TYPE_CHECKING:
@@ -47,7 +47,35 @@ class Tokens:
     vendor: Tensor | None = None  # [V, n_vendor, d], where the data has features of vendors
 
 
-class FeatureEmbedding(nn.Module):
+class _Embedding(nn.Module):
+    """A collection of tables for each width, by the names that checkpoints have, and one of managed tables for each."""
+
+    @classmethod
+    def of(cls, spec: FeatureSpec, config: ModelConfig, device: torch.device | str) -> Self:
+        """What a model with this configuration reads."""
+        return cls(
+            spec,
+            config.dim,
+            device,
+            config.table_dims,
+            managed_tables=config.managed_tables,
+            table_std=config.table_std,
+            dropout=config.embedding_dropout,
+        )
+
+    def _keep(self, collections: Mapping[int, nn.Module], managed: Mapping[int, nn.Module]) -> None:
+        """By width."""
+        first, *others = collections or [0]
+        self.collection = collections.get(first)
+        self.further = nn.ModuleDict({str(width): collections[width] for width in others})
+        self.managed = nn.ModuleDict({str(width): each for width, each in managed.items()})
+
+    def _plain(self) -> list[Any]:
+        """Without managed tables."""
+        return [*([] if self.collection is None else [self.collection]), *self.further.values()]
+
+
+class FeatureEmbedding(_Embedding):
     """Looks up every id of a batch and assembles tokens.
 
     One collection serves request, candidate and history features together, so a table can be shared by all of them.
@@ -103,33 +131,28 @@ class FeatureEmbedding(nn.Module):
             for width, tables in plain.items()
             if tables
         }
-        first, *further = collections or [0]
-        self.collection = collections.get(first)
-        self.further = nn.ModuleDict({str(width): collections[width] for width in further})
-        self.managed = nn.ModuleDict()
+        of_managed = {}
         if managed:
             from modules.layers.embedding.managed import managed_collection
 
             for width, tables in configs.items():
                 if chosen := [table for table in tables if table.name in managed]:
-                    self.managed[str(width)] = managed_collection(chosen, managed, spec.tables, str(device))
+                    of_managed[width] = managed_collection(chosen, managed, spec.tables, str(device))
+        self._keep(collections, of_managed)
         self.union = _Union()
         self.assemble = TokenAssembly(spec, dim, table_dims, dropout)
 
     @property
     def collections(self) -> list[EmbeddingCollection]:
         """One for each width of tables, and one more where there are managed ones."""
-        first = [] if self.collection is None else [self.collection]
-        inner = (each._embedding_module for each in self.managed.values())
-        return [*first, *cast("Iterable[EmbeddingCollection]", (*self.further.values(), *inner))]
+        return [*self._plain(), *(cast(Any, each)._embedding_module for each in self.managed.values())]
 
     def forward(self, batch: RequestBatch) -> Tokens:
         return self.assemble(self.look_up(batch.lookup), batch)
 
     def look_up(self, ids: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Rows of ids by feature, whose keys are those of `FeatureSpec.lookups`. On several ranks all call it."""
-        parts = [] if self.collection is None else [self.collection(ids)]
-        parts += [collection(ids) for collection in self.further.values()]
+        parts = [collection(ids) for collection in self._plain()]
         parts += [collection(ids)[0] for collection in self.managed.values()]
         return self.union(*parts) if len(parts) > 1 else parts[0]
 
@@ -184,7 +207,7 @@ def _check_tables(spec: FeatureSpec, named: Mapping[str, object], key: str, valu
         )
 
 
-class LocalEmbedding(nn.Module):
+class LocalEmbedding(_Embedding):
     """`FeatureEmbedding` of one process in plain PyTorch: the same parameters by name, and no TorchRec.
 
     On `device="meta"` tables take no memory, for weights that are loaded with `assign=True`.
@@ -213,13 +236,11 @@ class LocalEmbedding(nn.Module):
             for width, tables in plain.items()
             if tables
         }
-        first, *further = collections or [0]
-        self.collection = collections.get(first)
-        self.further = nn.ModuleDict({str(width): collections[width] for width in further})
-        self.managed = nn.ModuleDict()
+        of_managed = {}
         for width, tables in widths.items():
             if rows := {table: managed[table].rows for table in tables if table in managed}:
-                self.managed[str(width)] = _LocalManagedTables(spec, rows, width, device, table_std)
+                of_managed[width] = _LocalManagedTables(spec, rows, width, device, table_std)
+        self._keep(collections, of_managed)
         self.assemble = TokenAssembly(spec, dim, table_dims, dropout)
 
     def forward(self, batch: RequestBatch) -> Tokens:
@@ -250,8 +271,7 @@ class LocalEmbedding(nn.Module):
 
     @property
     def _all(self) -> list[_Tables]:
-        first = [] if self.collection is None else [self.collection]
-        return [*first, *cast("Iterable[_Tables]", (*self.further.values(), *self.managed.values()))]
+        return [*self._plain(), *cast("Iterable[_Tables]", self.managed.values())]
 
     def join(self, device: torch.device | str) -> None:
         """Move the tables to `device`, side by side: without gradients, all features are then looked up by one launch

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from kernels.core import dispatch
 from kernels.core.offsets import scaled_offsets
 from kernels.jagged import jagged_dense_bmm
+from kernels.tokens import concat_tokens
 from modules.broadcast import CandidateRows, request_part
 from modules.core.checks import check_maximum
 from modules.layers.feed_forward.mlp import MLP, SharedLinear, linear_of_both
@@ -138,6 +139,7 @@ def products_across(tokens: Tensor, request: Tensor, rows: CandidateRows, max_ca
     num_tokens, num_request = tokens.shape[1], request.shape[1]
     check_maximum(rows.offsets, max_candidates, "max_candidates")
     # All tokens of a request's candidates are rows of one product with its tokens.
+    tokens = tokens if tokens.is_contiguous() else concat_tokens([tokens])
     offsets = scaled_offsets(rows.offsets, num_tokens)
     products = jagged_dense_bmm(tokens.flatten(0, 1), offsets, request.mT, max_candidates * num_tokens)
     return products.view(-1, num_tokens * num_request)

@@ -104,7 +104,8 @@ class WukongLayer(nn.Module):
         if rest or given is None:
             return rms_norm(concat_tokens([machine, linear], rest[0] if rest else candidate))
         request, rows = given
-        of_request, of_candidate = concat_tokens([machine, linear]).split([self.num_request, candidate.shape[1]], dim=1)
+        mixed = concat_tokens([machine, linear])
+        of_request, of_candidate = split_tokens(mixed, [self.num_request, candidate.shape[1]])
         return rms_norm(torch.cat([rows.add(of_request, request), of_candidate + candidate], dim=1))
 
     def _folded(self, residual: LCE, candidate: Tensor, request: Tensor | None, rows: CandidateRows | None) -> Tensor:
@@ -221,7 +222,7 @@ class _Deal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, number: int) -> tuple[Tensor, ...]:
         # A copy of all tokens as well: see `kernels.mxfp8.matmul.as_dtype`.
-        return tuple(tokens[:, i::number].clone(memory_format=torch.contiguous_format) for i in range(number))
+        return tuple(concat_tokens([tokens[:, i::number]]) for i in range(number))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

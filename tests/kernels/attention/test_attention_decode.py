@@ -18,11 +18,6 @@ pytest.importorskip("triton")
 
 # Queries and keys: no queries, no keys, neither, few of both.
 LENGTHS = [2, 0, 4, 0, 1, 3], [300, 17, 0, 0, 5, 64]
-FACTS = {
-    "device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "head_dim": 64, "value_dim": 64, "masked": False,
-    "same_offsets": False, "block_local": False, "biased": False, "positive_scale": True, "few_queries": True,
-    "query_rows": 8,
-}  # fmt: skip
 
 
 def check(heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype, device: str, backend: str) -> None:
@@ -67,16 +62,6 @@ def test_compiles_within_registers(name: str, width: int, rows: int, target: str
     )
     assert compiled.spill_bytes == 0
     assert compiled.shared_bytes <= SHARED_LIMITS[target]
-
-
-def test_who_serves() -> None:
-    def explained(**change: object) -> str:
-        return dispatch.explain("jagged_attention", "decode", **FACTS | change)
-
-    assert dispatch._select("jagged_attention", None, FACTS)[0].name == "decode"
-    assert "neither masks nor block-local attention nor biases" in explained(masked=True)
-    assert "needs max_q times heads of a key head of at most 32" in explained(query_rows=33)
-    assert "takes float16 and bfloat16, not torch.float32" in explained(dtype=torch.float32)
 
 
 @pytest.mark.gpu

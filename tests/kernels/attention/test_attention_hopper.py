@@ -17,9 +17,9 @@ from kernels.attention.hopper.descriptor import head_descriptor
 from kernels.attention.hopper.forward import attention_forward
 from kernels.core.mask import NO_MASK, Mask
 from kernels.core.rows import Rows
-from kernels.testing import Compiled, Tolerance, assert_close_to_oracle, compile_ahead, poisoned_empty
+from kernels.testing import Compiled, Tolerance, assert_close_to_oracle, poisoned_empty
 from tests.kernels.core.barriers import assert_turns_have_barriers_of_their_own
-from tests.kernels.core.descriptors import descriptor
+from tests.kernels.core.descriptors import compile_forward
 from tests.kernels.core.devices import on_hopper
 from tests.kernels.jagged.jagged_problems import offsets_of
 
@@ -41,30 +41,8 @@ def _compiled(
 
 @functools.cache
 def _compile(window: tuple[int, int], block_k: int, d: int, dtype: str, paired: bool) -> Compiled:
-    kernel = forward._attention_forward_kernel
-    constants = {
-        "HEADS": 4,
-        "GROUP": 1,
-        "PAIRED": paired,
-        "LEFT": window[0] >= 0,
-        "RIGHT": window[1] >= 0,
-        "BLOCK_K": block_k,
-        "D": d,
-        "DV": d,
-        "STAGES": 256 // block_k,
-    }
-    signature = {name: "i32" for name in kernel.arg_names if name not in constants} | {
-        "q_desc": descriptor(dtype, 64, d),
-        "k_desc": descriptor(dtype, block_k, d),
-        "v_desc": descriptor(dtype, block_k, d),
-        "out_desc": descriptor(dtype, 64, d),
-        "out": f"*{dtype}",
-        "lse": "*fp32",
-        "schedule": "*i32",
-        "scale": "fp32",
-    }
-    strides = ("q_head_stride", "k_head_stride", "v_head_stride")
-    return compile_ahead(kernel, signature, constants, target="sm_90", gluon=True, maxnreg=168, divisible_by_16=strides)
+    kernel, constants = forward._attention_forward_kernel, {"GROUP": 1, "PAIRED": paired, "STAGES": 256 // block_k}
+    return compile_forward(kernel, dtype, d, block_k, window, constants, lse="*fp32", scale="fp32")
 
 
 @pytest.mark.parametrize(

@@ -214,51 +214,6 @@ def test_bad_inputs_are_named() -> None:
         attend(x, x, x, time_bias=torch.zeros(1, 3), q_times=torch.zeros(5, dtype=torch.int64))
 
 
-def test_who_serves() -> None:
-    facts: dict[str, Any] = {
-        "device": "cuda",
-        "dtype": torch.bfloat16,
-        "head_dim": 64,
-        "value_dim": 64,
-        "masked": False,
-        "same_offsets": True,
-        "block_local": False,
-        "biased": False,
-        "positive_scale": True,
-        "few_queries": False,
-        "query_rows": 64,
-    }
-    explain = partial(dispatch.explain, "jagged_attention", "triton")
-    for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
-        assert "chosen" in explain(**facts, capability=capability)
-    for change, reason in (
-        ({"capability": (7, 5)}, "needs sm_80 or newer"),
-        ({"dtype": torch.float64}, "not torch.float64"),
-        ({"head_dim": 264}, "at most 256 features"),
-        ({"device": "cpu", "capability": None}, "needs a CUDA device"),
-    ):
-        assert reason in explain(**facts | {"capability": (9, 0)} | change)
-    for feature in ("block_local", "biased"):
-        refusal = dispatch.explain("jagged_attention", "torch", **facts | {"capability": (9, 0), feature: True})
-        assert "neither block-local attention nor biases" in refusal
-    hopper = facts | {"capability": (9, 0)}
-    assert "chosen" in dispatch.explain("jagged_attention", "hopper", **hopper)
-    for change in (
-        {"capability": (8, 0)},
-        {"head_dim": 32},
-        {"biased": True},
-        {"positive_scale": False},
-        {"few_queries": True},
-        {"structured": True},
-    ):
-        assert "chosen" not in dispatch.explain("jagged_attention", "hopper", **hopper | change)
-    for backend in ("decode", "hopper", "torch", "padded"):
-        refusal = dispatch.explain("jagged_attention", backend, **hopper | {"structured": True, "query_rows": 8})
-        assert "has no targets" in refusal or "has neither masks" in refusal
-    # Scores masked before they are scaled are NaN for a scale that is not positive.
-    assert dispatch.selection("jagged_attention", **hopper | {"positive_scale": False})[0] == "triton"
-
-
 @pytest.mark.parametrize(
     ("tables", "features", "beside"), [(True, True, with_lse), (False, True, partial), (False, False, with_lse)]
 )

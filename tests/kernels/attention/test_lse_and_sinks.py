@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kernels.attention import jagged_attention
 from kernels.attention.operator import attention_operator
-from kernels.core import dispatch
 from kernels.core.mask import NO_MASK
 from kernels.core.rows import Rows
 from kernels.testing import check_gradients, poisoned_empty
@@ -119,18 +118,6 @@ def test_arguments_are_checked() -> None:
     for sinks in (torch.zeros(3), torch.zeros(2, 1), torch.zeros(2, dtype=torch.int64)):
         with pytest.raises(ValueError, match=r"sinks must be floating \[2\], got"):
             jagged_attention(x, x, x, offsets, offsets, max_q=3, max_k=3, sinks=sinks)
-
-
-def test_who_serves() -> None:
-    facts = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "head_dim": 32, "value_dim": 32}
-    facts |= {"masked": False, "same_offsets": True, "block_local": False, "biased": False, "positive_scale": True}
-    facts |= {"few_queries": False, "query_rows": 64}
-    assert dispatch.selection("jagged_attention", **facts)[0] == "torch"
-    chosen, refusals = dispatch.selection("jagged_attention", **facts, with_lse=True)
-    assert (chosen, refusals["torch"]) == ("triton", "has neither sinks nor a log-sum-exp with gradients")
-    for change, name in (({"head_dim": 64, "value_dim": 64}, "hopper"), ({"query_rows": 8}, "decode")):
-        assert dispatch.selection("jagged_attention", **facts | change, with_lse=True)[0] == name
-    assert "neither sinks" in dispatch.explain("jagged_attention", "padded", **facts, with_lse=True)
 
 
 gpu = pytest.mark.gpu

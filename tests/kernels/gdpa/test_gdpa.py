@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.attention import jagged_attention
-from kernels.core import activations, dispatch
+from kernels.core import activations
 from kernels.core.mask import NO_MASK, Mask
 from kernels.core.rows import Rows, place_in_row
 from kernels.gdpa import ACTIVATIONS, gdpa, padded, reference
@@ -295,31 +295,6 @@ def test_bad_inputs_are_named() -> None:
     for wrong in ([1, 0], [0, 2], [-1, 0]):
         with pytest.raises(ValueError, match="kv_index must not decrease and must name rows 0 to 1"):
             attend(x, x, x, offsets, offsets, max_q=5, kv_index=torch.tensor(wrong))
-
-
-def test_who_serves() -> None:
-    facts: dict[str, Any] = {
-        "device": "cuda",
-        "capability": (9, 0),
-        "dtype": torch.bfloat16,
-        "head_dim": 64,
-        "value_dim": 64,
-        "activations": ("gelu",),
-        "windowed": False,
-    }
-    explain = partial(dispatch.explain, "gdpa", "triton")
-    for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
-        assert "chosen" in explain(**facts | {"capability": capability})
-    for change, reason in (
-        ({"capability": (7, 5)}, "needs sm_80 or newer"),
-        ({"dtype": torch.float64}, "not torch.float64"),
-        ({"value_dim": 264}, "at most 256 features"),
-        ({"device": "cpu", "capability": None}, "needs a CUDA device"),
-    ):
-        assert reason in explain(**facts | change)
-    for backend in ("hopper", "padded"):
-        assert "has no targets" in dispatch.explain("gdpa", backend, **facts, structured=True)
-    assert dispatch.selection("gdpa", **facts, structured=True)[0] == "triton"
 
 
 def _plain_backward(

@@ -18,7 +18,7 @@ from kernels.gdpa.hopper import forward as hopper_forward
 from kernels.gdpa.hopper.activations import head_kinds
 from kernels.testing import Compiled, assert_close_to_oracle, compile_ahead, poisoned_empty
 from tests.kernels.core.barriers import assert_turns_have_barriers_of_their_own
-from tests.kernels.core.descriptors import descriptor
+from tests.kernels.core.descriptors import compile_forward, descriptor
 from tests.kernels.core.devices import on_hopper
 from tests.kernels.gdpa.gdpa_cases import Case, check_problem, check_shared, outputs, problem
 from tests.kernels.jagged.jagged_problems import offsets_of
@@ -34,32 +34,9 @@ def compiled_forward(
     dtype: str = "bf16", block_k: int = 128,
 ) -> Compiled:  # fmt: skip
     kinds, heads = head_kinds(names)
-    kernel = hopper_forward._gdpa_forward_kernel
-    constants = {
-        "HEADS": 4,
-        "GROUP": 2,
-        "KINDS": kinds,
-        "HEAD_KINDS": heads,
-        "LEFT": window[0] >= 0,
-        "RIGHT": window[1] >= 0,
-        "RUN": run,
-        "BLOCK_K": block_k,
-        "D": d,
-        "DV": d,
-        "STAGES": 65536 // (block_k * 2 * d),
-    }
-    signature = {name: "i32" for name in kernel.arg_names if name not in constants} | {
-        "q_desc": descriptor(dtype, 64, d),
-        "k_desc": descriptor(dtype, block_k, d),
-        "v_desc": descriptor(dtype, block_k, d),
-        "out_desc": descriptor(dtype, 64, d),
-        "out": f"*{dtype}",
-        "schedule": "*i32",
-        "score_scale": "fp32",
-        "out_scale": "fp32",
-    }
-    strides = ("q_head_stride", "k_head_stride", "v_head_stride")
-    return compile_ahead(kernel, signature, constants, target="sm_90", gluon=True, maxnreg=168, divisible_by_16=strides)
+    constants = {"GROUP": 2, "KINDS": kinds, "HEAD_KINDS": heads, "RUN": run, "STAGES": 65536 // (block_k * 2 * d)}
+    scales = {"score_scale": "fp32", "out_scale": "fp32"}
+    return compile_forward(hopper_forward._gdpa_forward_kernel, dtype, d, block_k, window, constants, **scales)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from kernels.core import scheduling
 from kernels.gdpa.hopper import forward
 from kernels.gdpa.hopper.tiles import dealt_tile, num_turns
 from tests.kernels.core.devices import on_hopper
-from tests.kernels.gdpa.gdpa_cases import inputs_of
 from tests.kernels.jagged.jagged_problems import offsets_of
 
 HEADS, PROGRAMS, MAXIMUM = 4, 132, 1024
@@ -83,17 +82,6 @@ def test_programs_on_the_device_get_what_was_dealt(kind: str, run: int) -> None:
     counts = torch.zeros(PROGRAMS, dtype=torch.int32, device="cuda")
     _count_kernel[(PROGRAMS,)](schedule, counts, HEADS, RUN=run, num_warps=1)
     assert counts.tolist() == as_dealt(tiles_of(kind), run)
-
-
-@on_hopper
-def test_every_line_of_the_ablation_computes_the_same() -> None:
-    queries, keys = (lengths[:200] for lengths in lengths_of("self_jagged"))
-    offsets = [offsets_of(lengths).cuda() for lengths in (queries, keys)]
-    inputs = inputs_of(*offsets, (HEADS, HEADS), (128, 128), torch.bfloat16).values()
-    steps = bench.hopper_steps(*inputs, *offsets, MAXIMUM, "gelu_tanh")
-    first, *others, polynomial = (step() for step in steps.values())
-    assert all(torch.equal(first, other) for other in others)
-    assert float((polynomial - first).float().norm() / first.float().norm()) < bench.LIMIT
 
 
 @on_hopper

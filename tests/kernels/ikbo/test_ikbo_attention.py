@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import gelu
 from torch.utils.flop_counter import FlopCounterMode
 
-from kernels.core import dispatch
 from kernels.ikbo import joint_attention, nested_offsets, stacked_linear, target_attention
 from kernels.testing import Tolerance, assert_close_to_oracle, check_gradients, poisoned_empty
 from tests.kernels.attention.attention_cases import gradients, outputs
@@ -176,26 +175,6 @@ def test_groups_are_listed_one_behind_the_other(index_dtype: torch.dtype, monkey
     assert queries.tolist() == [0, 4, 4, 13, 13, 13, 19, 21, 21, 22, 23, 24]
     assert repeated.tolist() == 3 * [0, 4, 4, 13]
     assert queries.dtype is repeated.dtype is index_dtype
-
-
-@pytest.mark.parametrize("op", ["joint_attention", "tree_attention"])
-def test_hopper_serves_what_its_kernels_take(op: str) -> None:
-    facts = {"head_dim": 128, "value_dim": 128, "positive_scale": True}
-    if op == "joint_attention":
-        facts |= {"few_queries": False, "one_tile": False}
-
-    def chosen(**change: object) -> str:
-        hopper = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16}
-        text = dispatch.explain(op, **hopper | facts | change)
-        return next(line.split()[0] for line in text.splitlines() if "chosen" in line)
-
-    pytest.importorskip("triton")
-    assert chosen() == chosen(head_dim=64, value_dim=64) == "hopper"
-    for change in ({"capability": (10, 0)}, {"dtype": torch.float32}, {"head_dim": 96}, {"positive_scale": False}):
-        assert chosen(**change) == "reference"
-    if op == "joint_attention":
-        assert chosen(few_queries=True) == "reference"
-        assert chosen(few_queries=True, one_tile=True) == "hopper"
 
 
 GPU_COUNTS = {

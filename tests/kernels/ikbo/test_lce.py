@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import pairwise
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from kernels.core import dispatch
 from kernels.ikbo import linear_compression, nested_offsets
 from kernels.ikbo.lce_operator import gradients_with
 from kernels.ikbo.lce_torch import aligned_rows, batched, weight_gradient
@@ -130,16 +128,6 @@ def test_products_are_counted_at_their_own_number_of_rows() -> None:
     assert all(x.grad is not None for x in floating)
     assert forward == 2 * 5 * 4 * (6 * 6 + 4 * 7 + 3 * 3)
     assert counter.get_total_flops() == 3 * forward
-
-
-def test_triton_serves_levels_without_tokens_on_hopper() -> None:
-    hopper = {"device": "cuda", "capability": (9, 0), "dtype": torch.float16}
-    for least_depth, serves in ((0, "triton"), (1, "hopper")):
-        text = dispatch.explain(
-            "linear_compression", **hopper, num_out=433, width=256, num_levels=1, least_depth=least_depth
-        )
-        assert re.search(rf"{serves} .*chosen", text)
-        assert text.count("needs a token at every level") == (1 if least_depth == 0 else 0)
 
 
 def test_autocast_decides_the_dtype() -> None:

@@ -16,6 +16,7 @@ from kernels.core import dispatch
 from kernels.core.chip import multiplies_registers
 from kernels.jagged.triton import bmm, bmm_narrow, elementwise, gather, low_rank, moves, parts, segment, softmax, square
 from kernels.jagged.triton import linear as triton_linear
+from kernels.jagged.triton.parts import reduction_blocks
 from kernels.testing import Compiled, compile_ahead
 from tests.kernels.core.devices import FROM_REGISTERS, SHARED_LIMITS, on_chips
 
@@ -120,6 +121,10 @@ PLAIN: dict[str, tuple[Any, dict[str, Any]]] = {
         f"segment {kind}": (segment._segment_reduce_kernel, {"KIND": kind, **LONG_TILE, "SUMS": 4, "EVEN": True})
         for kind in ("sum", "mean", "max")
     },
+    "segment sum of short rows": (
+        segment._segment_reduce_kernel,
+        {"KIND": "sum", **LONG_TILE, **reduction_blocks(22528, 128, 2, 4, warps=2, widest=256), "EVEN": True},
+    ),
     "segment spread": (segment._segment_spread_kernel, {"KIND": "mean", **LONG_TILE}),
     "segment max gradient": (segment._segment_max_gradient_kernel, {**LONG_TILE, "EVEN": True}),
     "elementwise": (

@@ -9,7 +9,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.core import dispatch
 from kernels.moe.hopper import gather, hidden, swiglu_product, swiglu_product_bf16
 from kernels.moe.triton import route
 from kernels.mxfp8.grouped import Operand, Quantized
@@ -64,24 +63,6 @@ def test_compiles_without_spills(kernel: Any, types: dict[str, str], instruction
     assert not compiled.serialized
     assert compiled.spill_bytes <= 16  # outside of the loops over the sums
     assert compiled.shared_bytes <= 227 * 1024
-
-
-@pytest.mark.parametrize(
-    ("facts", "reason"),
-    [
-        ({"group": 32}, "not 32"),
-        ({"group": 0, "in_features": 96}, "got 96"),
-        ({"group": 0, "in_features": 192}, "chosen"),
-        ({"group": 128, "in_features": 192}, "got 192"),
-        ({"group": 128, "out_features": 64}, "and 64"),
-        ({"group": 128, "capability": (10, 0)}, "sm_90"),
-        ({"group": 128}, "chosen"),
-    ],
-)
-def test_what_it_serves(facts: dict[str, Any], reason: str) -> None:
-    given = {"device": "cuda", "capability": (9, 0), "dtype": torch.float8_e4m3fn, **facts}
-    (line,) = (line for line in dispatch.explain("moe_hidden", **given).splitlines() if line.split()[0] == "hopper")
-    assert reason in line
 
 
 def first_product(

@@ -64,28 +64,21 @@ def _fp8(wgrad: bool, out: str = "bf16", form: int = 0) -> Compiled:
     return _compiled(fp8._grouped_fp8_kernel, types, {"WGRAD": wgrad, "A_FORM": form})
 
 
+nightly = pytest.mark.nightly
+
+
 @pytest.mark.parametrize(
     ("compiled", "products", "spill_bytes"),
     [
-        (_bf16, "m64n256k16.f32.bf16", 0),
-        (lambda: _strict(False), "m64n256k16.f32.bf16", 0),
-        (lambda: _strict(True), "m64n256k16.f32.bf16", 0),
-        (lambda: _strict(False, ahead=True), "m64n256k16.f32.bf16", 0),
+        pytest.param(_bf16, "m64n256k16.f32.bf16", 0, id="bf16"),
+        pytest.param(lambda: _strict(False), "m64n256k16.f32.bf16", 0, id="mxfp8"),
+        pytest.param(lambda: _strict(True), "m64n256k16.f32.bf16", 0, id="mxfp8 transposed wgrad"),
+        pytest.param(lambda: _strict(False, ahead=True), "m64n256k16.f32.bf16", 0, id="mxfp8 of codes", marks=nightly),
         # Outside of the loops over the sums, which would take twice the time with what is spilled in them.
-        (lambda: _fp8(False), "m64n128k32.f32.e4m3", 64),
-        (lambda: _fp8(True, "fp32"), "m64n128k32.f32.e4m3", 0),
-        (lambda: _fp8(True, "fp32", PAIRED.value), "m64n128k32.f32.e4m3", 0),
-        (lambda: _fp8(True, "bf16", PAIRED.value), "m64n128k32.f32.e4m3", 0),
-    ],
-    ids=[
-        "bf16",
-        "mxfp8",
-        "mxfp8 transposed wgrad",
-        "mxfp8 of codes",
-        "mxfp8_g128",
-        "mxfp8_g128 wgrad in fp32",
-        "mxfp8_g128 wgrad of pairs in fp32",
-        "mxfp8_g128 wgrad of pairs",
+        pytest.param(lambda: _fp8(False), "m64n128k32.f32.e4m3", 64, id="mxfp8_g128"),
+        pytest.param(lambda: _fp8(True, "fp32"), "m64n128k32.f32.e4m3", 0, id="wgrad in fp32", marks=nightly),
+        pytest.param(lambda: _fp8(True, "fp32", PAIRED.value), "m64n128k32.f32.e4m3", 0, id="wgrad of pairs in fp32"),
+        pytest.param(lambda: _fp8(True, "bf16", PAIRED.value), "m64n128k32.f32.e4m3", 0, id="of pairs", marks=nightly),
     ],
 )
 def test_compiles_to_asynchronous_products_without_spills(compiled: Any, products: str, spill_bytes: int) -> None:

@@ -109,19 +109,6 @@ def test_the_smallest_and_the_broken_scale() -> None:
     assert values[0, 32:].isnan().all()
 
 
-def test_what_the_kernels_cannot_take_is_left_to_others() -> None:
-    facts = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "in_features": 512, "out_features": 512}
-    assert "multiples of 32" in dispatch.explain("grouped_wgrad", **facts, multiple=32)
-    assert "features in multiples of 64" in dispatch.explain("grouped_mm", **facts | {"in_features": 520})
-    facts["dtype"] = torch.float8_e4m3fn
-    assert "features in multiples of 128" in dispatch.explain(
-        "mxfp8_grouped_fprop", **facts | {"out_features": 64}, group=128
-    )
-    blackwell = dispatch.explain("mxfp8_grouped_fprop", **facts | {"capability": (10, 0)}, group=32)
-    assert "needs sm_90" in blackwell
-    assert "torch         chosen" in blackwell
-
-
 def ends_of(sizes: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(sizes, device="cuda").cumsum(0).to(dtype)
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import mxfp8
-from kernels.core import dispatch
 from kernels.mxfp8.grouped import BYTES, VALUES, Quantized, matrix_scales
 from kernels.testing import Tolerance, assert_close_to_oracle, poisoned_empty
 from tests.kernels.core.devices import on_hopper
@@ -114,21 +113,6 @@ def test_operators_are_well_formed(standins: None) -> None:
     dy = random(130, N).bfloat16()
     for needs in ([True, True], [True, False], [False, True]):
         torch.library.opcheck(hopper._backward.definition, (dy, kept, needs, torch.float32), test_utils=checks[1:])
-
-
-def test_which_layers_are_served() -> None:
-    facts = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "in_features": 512, "out_features": 512}
-    facts |= {"group": 128, "out_dtype": torch.bfloat16}
-    assert dispatch.selection("mxfp8_linear", **facts)[0] == "hopper"
-    for change, reason in (
-        ({"group": 32}, "scales over 128"),
-        ({"in_features": 96}, "multiples of 128"),
-        ({"out_dtype": torch.float32}, "use autocast"),
-        ({"capability": (10, 0)}, "needs sm_90"),
-    ):
-        name, refusals = dispatch.selection("mxfp8_linear", **facts | change)
-        assert name == ("torch" if "capability" in change else "reference")
-        assert reason in refusals["hopper"]
 
 
 @on_hopper

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import mxfp8
-from kernels.core import dispatch
 from kernels.mxfp8.grouped import BYTES, VALUES, Quantized, matrix_scales
 from kernels.testing import Tolerance, assert_close_to_oracle, compile_ahead, poisoned_empty
 from kernels.tokens import activate
@@ -217,24 +216,6 @@ def test_the_public_function_in_compiled_code_and_bad_arguments() -> None:
         mxfp8.silu_mlp(x, weights[0], weights[3], *weights[2:], recipe="mxfp8")
     with pytest.raises(ValueError, match=r"a factor \(6, 'E'\)"):
         mxfp8.silu_mlp(x, *weights, factor[:5], recipe="mxfp8")
-
-
-def test_which_layers_are_served() -> None:
-    facts = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16, "widths": (D, HIDDEN, E), "group": 128}
-    facts |= {"bias": torch.float32, "out_dtype": torch.bfloat16}
-    assert dispatch.selection("mxfp8_silu_mlp", **facts)[0] == "hopper"
-    for change, reason in (
-        ({"group": 32}, "scales over 128"),
-        ({"widths": (D, 96, E)}, "multiples of 128, got 256 and 96"),
-        ({"widths": (D, HIDDEN, 96)}, "multiples of 128, got 384 and 96"),
-        ({"out_dtype": torch.float32}, "use autocast"),
-        ({"bias": torch.float64}, "not torch.float64"),
-        ({"capability": (10, 0)}, "needs sm_90"),
-    ):
-        name, refusals = dispatch.selection("mxfp8_silu_mlp", **facts | change)
-        assert name == "reference"
-        assert reason in refusals["hopper"]
-    assert "taken as usual" in dispatch.explain("mxfp8_silu_mlp")
 
 
 @pytest.mark.parametrize(

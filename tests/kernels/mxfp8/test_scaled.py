@@ -238,16 +238,3 @@ def test_a_compiler_sees_one_graph_without_reading_sizes() -> None:
         results.append([y, *torch.autograd.grad(y.sum(), leaves)])
     for ours, compiled in zip(*results, strict=True):
         assert torch.equal(ours, compiled)
-
-
-def test_it_serves_sm_100_alone() -> None:
-    ops = {"mxfp8_linear": torch.bfloat16, "mxfp8_grouped_mm": torch.float32}
-    ops |= dict.fromkeys(("mxfp8_grouped_fprop", "mxfp8_grouped_wgrad"), torch.float8_e4m3fn)
-    for op, dtype in ops.items():
-        for group in (32, 128):
-            facts = CHIP | {"dtype": dtype, "in_features": 96, "out_features": 160, "group": group}
-            assert "torch         chosen" in dispatch.explain(op, **facts)
-            assert "features in multiples of 32" in dispatch.explain(op, **facts | {"in_features": 48})
-            for other in ((9, 0), (10, 3), (12, 0)):
-                assert "torch         no: needs sm_100" in dispatch.explain(op, **facts | {"capability": other})
-    assert "torch         no: takes" in dispatch.explain("mxfp8_linear", **CHIP, dtype=torch.float64)

@@ -133,6 +133,9 @@ def test_tasks_of_several_kinds_make_one_loss() -> None:
     assert logits.grad[0, 0] == 0
     with pytest.raises(ValueError, match=r"logits \[7, 3\] where its losses want \[C, outputs\] = \[7, 5\]"):
         losses(logits[:, :3], batch, spec, None)
+    for each in (losses, TaskLosses({}, spec.tasks)):
+        with pytest.raises(ValueError, match=r"gives a tuple where its losses want a tensor \[C, outputs\]"):
+            each((logits,), batch, spec, None)  # type: ignore[arg-type]
 
 
 def cubic(logits: Tensor, labels: Tensor) -> Tensor:

@@ -265,7 +265,7 @@ def test_domains_that_cannot_be_are_refused() -> None:
     config = GEM.Config(domain_feature="user")
     assert "model.domain_feature=user" in (config.graphs_refusal() or "")
     assert GEM.Config().graphs_refusal() is None
-    model, embedding = gem(domain_feature="user")
+    model, embedding = gem(domain_feature="user", num_layers=1, levels=[])  # of little to trace
     with pytest.raises(ValueError, match="reads the ids of requests, which traced programs are not given"):
         export_arch(RankingModel(embedding, model), random_batch(random_spec(), (3,), (4,)), torch.float32, 10)
 

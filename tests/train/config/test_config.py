@@ -191,6 +191,20 @@ def test_a_run_of_an_earlier_version_has_no_statistics() -> None:
     assert getattr(from_dict(saved, []).data, "statistics", None) == "none"
 
 
+def test_wrong_keys_of_a_trained_run_are_named() -> None:
+    saved = json.loads(json.dumps(dataclasses.asdict(to_config(composed("model=dlrm", "data=synthetic")))))
+    for override, message in {
+        "splt=test": "splt is no key of the configuration; there are checkpoint, data",
+        "data.num_itms=3": "data.num_itms is no key of the configuration; did you mean data.num_items?",
+        "model.dim=wide": "model.dim: Value 'wide' of type 'str' could not be converted to Integer",
+        "tracking.metrics=[": "while parsing a flow node",
+        "tracking.metrics=x": "tracking.metrics: must be a list, e.g. [a] or [a, b]",
+        "data=shop": "a section takes keys, as in data.batch_size=64",
+    }.items():
+        with pytest.raises(ValueError, match="^" + re.escape(f"{override}: {message}")):
+            from_dict(saved, [override])
+
+
 def test_tables_of_names_grow_on_the_command_line_as_the_documentation_says() -> None:
     added = ["+data.labels.good='stars >= 4'", "+data.missing_fill.price=0"]
     event_type = "+data.histories={cart: {fields: [item_id]}}"

@@ -174,6 +174,10 @@ def test_no_defaults_list_reads_the_environment(entry: str, tmp_path: Path, monk
         ("model=dni", "there is no file model/dni.yaml; did you mean model=din?"),
         ("model=zzz", "there is no file model/zzz.yaml; there are custom, dcnv2, din,"),
         ("runtime.setps=3", "did you mean runtime.steps?"),
+        (
+            "+experiment=ml1m_sasrec tasks.nxt.loss=bpr",
+            "mean tasks.next? To add it write +tasks.nxt.loss=VALUE",
+        ),
         ("runtime={setps: 3}", "did you mean runtime.steps?"),
         ("+experiment=movielens_kunlun model.num_laers=2", "did you mean model.num_layers?"),
         ("experiment=quickstart", "by a plus: +experiment=quickstart"),

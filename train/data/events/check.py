@@ -234,4 +234,10 @@ def earlier_mapping(config: EventsConfig, spec: FeatureSpec) -> mapping.Mapping 
             f"data.vocabulary_of={earlier.path} has other rows for unknown ids than data.oov_rows={config.oov_rows}; "
             f"use data.oov_rows={earlier.oov_rows}"
         )
+    if own := [name for name, history in config.histories.items() if not (history.files or history.lists)]:
+        logger.warning(
+            "data.histories of rows, %s, hold those of the files named here alone; for earlier ones, too, give them as "
+            "a log, e.g. files: [logs] with all days",
+            ", ".join(own),
+        )
     return earlier

@@ -20,6 +20,7 @@ from torch.utils.module_tracker import ModuleTracker
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from kernels.core import dispatch
+from kernels.core.rows import Rows
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature, Vendors
 from modules.layers.embedding.tokens import JaggedSequence, Tokens
 
@@ -87,7 +88,7 @@ class FlopCounter(TorchDispatchMode):
             self.calls.append(Call(op, self.module, dispatch.facts_of(like) | facts, flops))
             self._within = True
             try:
-                out = function(*arguments, **named)
+                out = function(*map(_as_long_as_there_is, arguments), **named)
             finally:
                 self._within = False
             self.kept((*arguments, out))
@@ -101,6 +102,13 @@ class FlopCounter(TorchDispatchMode):
         if formula is not None and not self._within:
             self._add(formula(*args, **(kwargs or {}), out_val=out))
         return out
+
+
+def _as_long_as_there_is(argument: Any) -> Any:
+    """Rows bounded by their longest: a configured bound would make references pad a small batch to all its pairs."""
+    if not isinstance(argument, Rows) or argument.offsets.shape[0] < 2:
+        return argument
+    return Rows(argument.offsets, min(max(int(argument.offsets.diff().max()), 1), argument.max_length))
 
 
 @dataclass(frozen=True)

@@ -140,12 +140,25 @@ def test_the_display_is_fixed_where_it_is_not_trained_on(tmp_path, features):
     assert torch.equal(mine.to(fixed.dtype), fixed[:1])
 
 
+@pytest.mark.parametrize(("value", "told"), [(1, False), (0, True), ("first", True), (None, False)])
+def test_a_display_that_no_row_had_is_told(value, told, tmp_path, caplog):
+    source_of(make_config(tmp_path, candidate_categorical=["item", "position"], display={"position": value}))
+    assert (f"data.display.position={value} is no id of the training rows" in caplog.text) == told
+
+
 def _display(source: Any, split: str) -> torch.Tensor:
     batch = whole(source, split)
     if batch.candidate_dense.shape[1]:
         return batch.candidate_dense
     name = "band" if "band" in batch.candidate_sparse.keys() else "position"
     return batch.candidate_sparse[name].values()[:, None]
+
+
+SHOWN = {
+    "display": {"position": 1},
+    "candidate_categorical": ["item", "position"],
+    "transforms": {"place": TransformConfig(copy="position"), "both": TransformConfig(cross=["item", "place"])},
+}
 
 
 def test_wrong_keys_are_named(tmp_path):
@@ -157,6 +170,11 @@ def test_wrong_keys_are_named(tmp_path):
         ({"as_of": "soon"}, "data.as_of='soon' must be a time"),
         ({"display": {"position": 1}}, "data.display.position is no feature"),
         ({"display": {"position": "top"}, "candidate_numeric": ["position"]}, "must be a number"),
+        (
+            SHOWN | {"candidate_categorical": ["item", "position", "both"]},
+            "'both' is made of 'position', which",
+        ),
+        (SHOWN | {"statistics": {"of": {"by": ["item", "place"]}}}, "of.by has 'position', which requests do not have"),
     ):
         with pytest.raises(ValueError, match=message):
             source_of(make_config(tmp_path, **changes))

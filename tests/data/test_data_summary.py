@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from tests.data.sources import events_config
 from train.config.schema import EventsConfig, HistoryConfig, JoinConfig, SyntheticConfig
@@ -45,15 +46,22 @@ def test_a_join_without_a_match_and_a_log_of_other_users_show(tmp_path):
     assert "nothing is known in train of: brand, search.query, price".split() in lines
 
 
-def test_times_in_the_future_are_told(tmp_path):
-    times = [1_700_000_000, 4_000_000_000]
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        (4_000_000_000, "2096-10-02T07:06:40  in the future: is data.time_format right?"),
+        (1_700_000_001, "2023-11-14T22:13:21"),
+        (1_700_000, "1970-01-20T16:13:20  in 1970: is data.time_format right?"),
+        (100, "1970-01-01T00:01:40"),
+    ],
+)
+def test_times_in_the_future_or_in_1970_are_told(last, told, tmp_path):
+    times = [last - 90, last]
     pq.write_table(
         pa.table({"user": [1, 2], "time": times, "item": [1, 2], "click": [0, 1]}), tmp_path / "rows.parquet"
     )
     source = build_source(events_config(tmp_path, split=[0.5, 0.0, 0.5]))
-    first, last = summarise(source)[0].splitlines()[1:3]
-    assert first.endswith("2023-11-14T22:13:20")
-    assert last.endswith("2096-10-02T07:06:40  in the future: is data.time_format right?")
+    assert summarise(source)[0].splitlines()[2].endswith(f"  {told}")
 
 
 def test_a_log_in_another_unit_is_told(tmp_path):

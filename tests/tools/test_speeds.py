@@ -68,8 +68,11 @@ def test_every_measured_arm_is_a_configuration(file: Path) -> None:
     assert speeds.chosen(arms, [arms[-1]["name"]])[-1] is arms[-1]
     with pytest.raises(ValueError, match="no arm is called 'nobody'; they are"):
         speeds.chosen(arms, [arms[0]["name"], "nobody"])
+    known: set[str] = set()
     for arm in arms:
-        assert to_config(composed(arm["overrides"])).runtime.steps >= 20
+        if not known.issuperset(arm["overrides"]):  # composing takes a tenth of a second
+            assert to_config(composed(arm["overrides"])).runtime.steps >= 20
+        known.update(arm["overrides"])
 
 
 def test_ranks_run_an_arm_together_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,13 +25,15 @@ from train.data.features.columns import Coded, CodedLists
 from train.data.features.exact import ExactSum, Moments
 from train.data.features.numeric import INDICATOR, before_scaling, scaled
 from train.data.features.transforms import texts_as_ids
-from train.data.features.vocabulary import Hashing, Occurrences, Vocabulary, occurrences
+from train.data.features.vocabulary import Hashing, Occurrences, Vocabulary, first_row, occurrences
 from train.data.histories import History
 from train.data.requests import Requests
 from train.data.storage import store
 from train.data.storage.files import Table
 from train.data.storage.writer import Block, VendorBlock, Writer
 from train.data.vector_tables import VectorFiles
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -242,7 +245,11 @@ def _display(
     given, fixed = config.display, dict[str, float]()
     for feature in spec.of_rows:
         if feature.name in given:
-            fixed[feature.name] = int(ids.ids(feature.table, texts_as_ids([given[feature.name]]))[0])
+            value = given[feature.name]
+            fixed[feature.name] = row = int(ids.ids(feature.table, texts_as_ids([value]))[0])
+            if value is not None and row < first_row(config.oov_rows) and config.id_map == "vocabulary":
+                told = "no id of the training rows: it has the row of unknown ids, which none of them trains"
+                logger.warning("data.display.%s=%s is %s", feature.name, value, told)
     for name in set(given) - set(fixed):
         numbers = before_scaling(np.array([given[name]], np.float64), None, name in config.log_numeric)
         fixed[name] = float(scaled(numbers, statistics[name])[0])

@@ -29,8 +29,11 @@ def summarise(source: Source, dated: bool = True) -> tuple[str, str]:
     for split, batch in samples.items():
         first, last = (np.datetime64(int(time), "s") for time in batch.request_time[[0, -1]])
         lines.append(f"{split:<5} {counts[split]:>13,}" + (f"  {first!s:<19}  {last}" if dated else ""))
-        if dated and last > np.datetime64("now") + np.timedelta64(1, "D"):
-            lines[-1] += "  in the future: is data.time_format right?"
+        told = "in the future" if last > np.datetime64("now") + np.timedelta64(1, "D") else ""
+        if np.datetime64(10**6, "s") < last < np.datetime64("1971"):
+            told = "in 1970"  # as seconds are that are read as milliseconds
+        if dated and told:
+            lines[-1] += f"  {told}: is data.time_format right?"
     rates = ", ".join(f"{task} {rate:.4g}" for task, rate in source.label_rates().items())
     lines.append(f"positive training labels: {rates}")
     lacking = {name: f"{name} {100 * share:.3g} %" for name, share in source.missing().items() if share}

@@ -364,7 +364,8 @@ def _refuse_unknown_ids(batch: RequestBatch, spec: FeatureSpec) -> None:
     lookups = iter(spec.lookups())
     for features in batch.sparse:
         asked = list(islice(lookups, len(features.keys())))
-        sizes = torch.tensor([[spec.tables[table] for _, table in asked], features.length_per_key()])
+        rows = [spec.tables[table] for _, table in asked]
+        sizes = torch.tensor([rows, features.length_per_key()], dtype=torch.int64)  # there may be no features
         ids = features.values()
         outside = (ids < 0) | (ids >= torch.repeat_interleave(*sizes, output_size=len(ids)))
         if outside.any():

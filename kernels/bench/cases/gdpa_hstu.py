@@ -96,8 +96,9 @@ def try_the_best_again(tuner: Any) -> None:
 
     def prune(call: dict[str, Any]) -> list[Any]:
         nonlocal latest
-        if latest is not None:
+        if latest is not None and tuner.configs_timings:
             timings.setdefault(latest, tuner.configs_timings)
+        tuner.configs_timings = None  # what it has at the next call is of this one
         latest = tuple(call[name] for name in KIND)
         known = timings.get(latest)
         return every(call) if known is None else sorted(known, key=known.get)[:BEST]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
+from functools import partial
 
+import pytest
 import torch
 from torch import Tensor
 
-from modules.costs.flops import count_flops
+from kernels.attention import jagged_attention
+from kernels.gdpa import gdpa
+from modules.costs.flops import FlopCounter, count_flops
 from modules.costs.summary import summarise
 from modules.models import CONFIGS, build
 from modules.precision import apply_recipe
@@ -49,6 +54,16 @@ def test_nothing_of_the_batch_stays_alive() -> None:
     gc.collect()
     assert len(seen) > 10
     assert not [storage for storage in seen if storage() is not None]
+
+
+@pytest.mark.parametrize("attend", [partial(gdpa, score_scale=1.0), jagged_attention])
+def test_a_configured_bound_takes_no_memory(attend: Callable[..., Tensor]) -> None:
+    offsets, bound = torch.tensor([0, 3, 3, 5]), 10**6  # all pairs of it: 4 TB
+    x = torch.randn(5, 1, 4)
+    with FlopCounter() as counter:
+        out = attend(x, x, x, offsets, offsets, max_q=bound, max_k=bound)
+    assert counter.total == 4 * 4 * (9 + 4)
+    torch.testing.assert_close(out, attend(x, x, x, offsets, offsets, max_q=3, max_k=3))
 
 
 def _parts(name: str) -> int:

@@ -81,6 +81,12 @@ def check(config: EventsConfig) -> None:
             raise ValueError(f"data.display.{name} is no feature of ids or numbers; there are {sorted(shown)}")
         if name in numeric(config) and not (isinstance(value, int | float) and math.isfinite(value)):
             raise ValueError(f"data.display.{name}={value!r} must be a number, e.g. data.display.{name}=1")
+    for name in sorted(shown - config.display.keys()):
+        if fixed := sorted(transforms.made_of(name) & config.display.keys()):
+            raise ValueError(
+                f"feature {name!r} is made of {fixed[0]!r}, which requests do not have (data.display); give {name} a "
+                f"value of its own there, e.g. data.display={{{name}: 0}}, or leave it out"
+            )
     statistics.check(config, {*numeric(config), *vectors(config)})
     logs = {name for history in config.histories.values() for name in (*history.fields, *history.where)}
     named = {*wanted(config), *logs, *(name for other in config.transforms for name in transforms.reads(other))}

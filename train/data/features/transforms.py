@@ -68,6 +68,11 @@ class Transforms:
         """The columns that a transform reads."""
         return _reads(self._all[name])
 
+    def made_of(self, name: str) -> set[str]:
+        """The columns that a column is made of, also by way of others; none of a column of files."""
+        read = self.reads(name) if name in self._all else []
+        return {*read, *(each for part in read for each in self.made_of(part))}
+
     def inputs(self, names: Iterable[str]) -> set[str]:
         """The columns of files that these columns are, or are made of."""
         found: set[str] = set()

@@ -115,6 +115,9 @@ def check(config: EventsConfig, taken: set[str]) -> None:
         answers = inputs(comparison(text)[0] for text in config.labels.values())
         if told := sorted(answers & inputs(row_columns(each))):
             raise ValueError(f"{key} names the label column {told[0]!r}, whose value the request does not know")
+        made_of = Transforms(config.transforms).made_of
+        if fixed := sorted({*each.by, *(part for column in each.by for part in made_of(column))} & {*config.display}):
+            raise ValueError(f"{key}.by has {fixed[0]!r}, which requests do not have (data.display); leave it out")
         if not features(name, each):
             raise ValueError(f"{key} makes no number; e.g. kinds: [count, rate]")
         if twice := sorted(taken & set(features(name, each))):

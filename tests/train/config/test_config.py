@@ -192,7 +192,7 @@ def test_a_run_of_an_earlier_version_has_no_statistics() -> None:
 
 
 def test_wrong_keys_of_a_trained_run_are_named() -> None:
-    saved = json.loads(json.dumps(dataclasses.asdict(to_config(composed("model=dlrm", "data=synthetic")))))
+    saved = json.loads(json.dumps(dataclasses.asdict(to_config(composed(["model=dlrm", "data=synthetic"])))))
     for override, message in {
         "splt=test": "splt is no key of the configuration; there are checkpoint, data",
         "data.num_itms=3": "data.num_itms is no key of the configuration; did you mean data.num_items?",

@@ -194,6 +194,12 @@ def gdpa() -> Iterator[Row]:
                 result = Result("gdpa", f"{kind}_{short}_L{length}")
                 cells += [number(result.ms()), result.tflops(), result.over("ads_model_kernel_library")]
             yield f"{what}, {length:,}", cells
+    for length in (1024, 4096, 8192):
+        cells = []
+        for short in DIRECTIONS.values():
+            result = Result("gdpa", f"hstu_targets_{short}_d64_L{length}")
+            cells += [number(result.ms()), result.tflops(), result.over("generative-recommenders")]
+        yield f"HSTU, {length:,}", cells
 
 
 def target_attention() -> Iterator[Row]:

@@ -96,7 +96,7 @@ def days(*numbers: int) -> list[str]:
 
 @pytest.mark.reliability(
     "a run that follows new files is killed",
-    "it resumes on one or two ranks; no row is lost or taken twice",
+    "it resumes on one or two ranks; no row is lost or trained on twice",
 )
 def test_every_row_is_taken_once(tmp_path: Path) -> None:
     whole, killed, resumed = (tmp_path / name for name in ("whole", "killed", "resumed"))

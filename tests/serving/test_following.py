@@ -155,7 +155,7 @@ def killed_after(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
 
 @pytest.mark.reliability(
     "a run or scorer is killed at any step of a publication",
-    "the scorer serves a whole version and, restarted, the newest, bit for bit",
+    "the scorer serves a complete version and, after a restart, the newest, bit for bit",
 )
 def test_a_run_that_is_killed_while_it_publishes(
     ranking: Rows, exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -189,8 +189,8 @@ def test_a_run_that_is_killed_while_it_publishes(
 
 
 @pytest.mark.reliability(
-    "a scorer is killed, or runs out of memory, at any step of taking versions",
-    "what it serves is one whole version; it goes on, or restarted, to the newest, bit for bit",
+    "a scorer is killed, or runs out of memory, at any step of an update",
+    "it serves one complete version, and reaches the newest, bit for bit",
 )
 @pytest.mark.parametrize("runs", [False, True], ids=["starting", "following"])
 def test_a_scorer_that_is_killed_while_it_follows(
@@ -223,7 +223,7 @@ def test_a_scorer_that_is_killed_while_it_follows(
 
 @pytest.mark.reliability(
     "the folder or store that a scorer follows is emptied",
-    "the version stays and is logged; the run's next whole one is taken, whatever its number",
+    "it keeps its version, with a warning, until the run's next complete one",
 )
 def test_a_place_that_begins_anew(
     ranking: Rows, exported: Export, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -260,7 +260,7 @@ def test_a_folder_that_is_not_there_is_not_followed(ranking: Rows, exported: Exp
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.reliability("publishing to a folder fails", "training goes on; the next version is a full base")
+@pytest.mark.reliability("publishing to a folder fails", "training continues; the next version is complete")
 def test_a_publication_that_fails_is_made_good_by_the_next(
     ranking: Rows, exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,7 +285,7 @@ def test_a_publication_that_fails_is_made_good_by_the_next(
 
 @pytest.mark.reliability(
     "a run publishes a thousand versions (100 in `make test`)",
-    "the place stays below three times the weights, and its scorer at the newest version",
+    "the folder stays below three times the weights; the scorer keeps up",
 )
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_many_publications_take_bounded_room(count: int, ranking: Rows, exported: Export, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def app(ranking: Rows, exported: Export) -> App:
 
 @pytest.mark.reliability(
     "20,000 damaged bodies of each format, JSON to compressed Arrow (200 in `make test`)",
-    "scored, or 400 in at most 2,000 bytes; the server lives within a GiB",
+    "scored, or 400 in at most 2,000 bytes; memory stays within a GiB",
 )
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("count", [200, pytest.param(20_000, marks=pytest.mark.nightly)])
@@ -120,7 +120,7 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.reliability("small bodies that expand to gigabytes", "400 before conversion, in a few words")
+@pytest.mark.reliability("small bodies that expand to gigabytes", "400 before conversion")
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_few_bytes_do_not_stand_for_many(bomb: str, app: App) -> None:
     make, kind, expected = BOMBS[bomb]
@@ -264,7 +264,7 @@ def test_padding_is_bounded() -> None:
 
 
 @pytest.mark.reliability(
-    "a call too many, a body of 10^11 bytes, one that never comes",
+    "too many calls, a body of 10^11 bytes, one that never arrives",
     "503 and 413 before reading, 408 after `body_seconds`",
 )
 def test_a_body_is_not_waited_for(app: App) -> None:

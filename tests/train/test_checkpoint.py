@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from traceback import StackSummary
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from train.checkpoint.compatible import check_data
 from train.checkpoint.load import newest_intact
 from train.checkpoint.manifest import SummedFiles
 from train.checkpoint.progress import Progress
@@ -135,3 +137,16 @@ def test_a_file_that_is_closed_is_not_flushed_once_more(tmp_path: Path) -> None:
         stream.write(b"ab")
     stream.close()
     assert files.sums["file"]["bytes"] == 2
+
+
+def test_a_run_that_resumes_on_other_rows_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    about = {"config": {}, "progress": {}, "data_fingerprint": "ids"}
+    counts = {"train": 10, "click": 0.25, "buy": math.nan}
+    for number, saved in enumerate((about, about | {"data_counts": counts})):  # the former by an earlier version
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "meta.json").write_text(json.dumps(saved))
+        check_data(tmp_path / str(number), "ids", counts)
+        check_data(tmp_path / str(number), "ids")
+    assert not caplog.messages
+    check_data(tmp_path / "1", "ids", counts | {"click": 0.5})
+    assert "requests and label rates were {'train': 10, 'click': 0.25" in caplog.text

@@ -33,31 +33,33 @@ entropy: smaller is better, and below 1 beats predicting the training rate. GAUC
 HISTORIES = """\
 ## GAUC and what a history tells
 
-With ids only InterFormer has the best AUC and NE of MovieLens-1M and **the lowest GAUC**. The history of a held-out
-rating contains the user's earlier held-out ratings: of a given number of likes, the more came before, the fewer are
-left. A model that follows the newest ratings learns how the user rates these days, which orders users, and is misled
-about the order of one user's rows. The table ranks the same test rows of trained models again with one history a user,
-the one before the first of them: on 700 users of MovieLens-1M (CPU, float32, batches of 512, 30 events, three
-validations an epoch) the models then rank a user's movies alike, all with less AUC, for the history is older. On the
-bundled ids InterFormer leads DIN in GAUC; most test users are new there, so their one history is empty.
+With ids only, InterFormer has the best AUC and NE on MovieLens-1M and **the lowest GAUC**. The history of a held-out
+rating contains the user's earlier held-out ratings. Since a user has a given number of likes, the more came before a
+row, the fewer are left. A model that follows the newest ratings learns how the user rates these days, which helps to
+order rows of different users and misleads about the order of one user's rows.
 
-On MovieLens-1M, GAUC on validation rises by a further 0.005 to 0.015 after the step of the best NE; a movie's mean
+The table ranks the same test rows by the same models with one history a user, that before the first of the rows. On
+700 users of MovieLens-1M (CPU, float32, batches of 512, 30 events, three validations an epoch) GAUC is then almost
+equal, and AUC lower, since the history is older. On the bundled ids InterFormer leads DIN in GAUC; most test users
+are new there, so their one history is empty.
+
+On MovieLens-1M, GAUC on validation rises by a further 0.005 to 0.015 after the step of the best NE. A movie's mean
 training label alone has GAUC {movie:.4f} on the whole test split, about as much as models with ids only.
 """
 SCREENING = """\
 ## Against memorised ids
 
-What the validation NE says of single changes, one seed each, on MovieLens-1M as above and on the bundled ratings as
-ids and histories (`data=movielens_ids`, three epochs; [raw numbers](quality/screening.json)). {about}
+Effects of single changes on validation NE, one seed each, on MovieLens-1M as above and on the bundled ratings as ids
+and histories (`data=movielens_ids`, three epochs; [raw numbers](quality/screening.json)). {about}
 
-- **First rows of deviation 0.01** (`model.table_std`) help InterFormer, DIN and DCNv2 on both tables and harm DLRM.
-  With features, on the bundled data, they cost DIN {din} AUC of `like` at the default rates. They are InterFormer's
-  default alone.
-- **0.01 added to the mean square** of looked-up rows (`modules.layers.norms.row_norm`, InterFormer's default) helps on
-  both tables, raises GAUC on MovieLens-1M, and moves the best validation later.
-- **No gain on either table**: a fourth or a tenth of the tables' rate, fused Adam, decay of tables (1) or of matrices
+- **Initial rows of deviation 0.01** (`model.table_std`) help InterFormer, DIN and DCNv2 on both data sets and harm
+  DLRM. With features, on the bundled data, they cost DIN {din} AUC of `like` at the default rates. Only InterFormer has
+  them by default.
+- **0.01 added to the mean square** in the norm of looked-up rows (`modules.layers.norms.row_norm`, InterFormer's
+  default) helps on both, raises GAUC on MovieLens-1M, and moves the best validation later.
+- **No gain on either**: a fourth or a tenth of the tables' rate, fused Adam, decay of tables (1) or of matrices
   (0.3), a separate table for histories.
-- **Gains on one table**: dropout of layers, embeddings, user ids and histories on the bundled ids;
+- **Gains on one**: dropout of layers, embeddings, user ids and histories on the bundled ids;
   `optimizer.ema_decay=0.99` on MovieLens-1M.
 """
 

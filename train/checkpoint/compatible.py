@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,25 @@ FIXED = {"data": ("name",), "optimizer": ("dense", "sparse", "accumulate", "froz
 """Keys that a resumed run may not change, besides all of model, precision and tasks."""
 
 
-def check_data(path: Path, fingerprint: str) -> None:
-    """ValueError if a checkpoint's ids or numbers were mapped differently from those of this run's data."""
-    saved = read_meta(path)["data_fingerprint"]
+def check_data(path: Path, fingerprint: str, counts: dict[str, float] | None = None) -> None:
+    """ValueError if a checkpoint's ids or numbers were mapped differently from those of this run's data.
+
+    A warning if requests by split and label rates by task, `counts`, are others than those that were trained on.
+    """
+    meta = read_meta(path)
+    saved, before = meta["data_fingerprint"], meta.get("data_counts", counts)
     if saved != fingerprint:
         raise ValueError(
             f"{path} was trained on data with another vocabulary or other statistics (data_fingerprint {saved}, here "
             f"{fingerprint}), so its tables' rows mean other ids; use the same files, data.split and data.min_count, "
             "or for data=synthetic its keys and the version of gemsmith that trained it. A new run on other files of "
             "data=events goes on from it with checkpoint.load, its vocabulary added to by data.vocabulary_of=RUN_DIR"
+        )
+    if counts is not None and json.dumps(before, sort_keys=True) != json.dumps(counts, sort_keys=True):
+        log.warning(
+            "the data are others than those of %s: requests and label rates were %s and are %s. What it has trained on "
+            "and its validations are of the former; choose another runtime.run_dir to begin anew",
+            *(path, before, counts),
         )
 
 

@@ -60,7 +60,7 @@ class Trainer(Parts):
         """Resume from the run directory's newest checkpoint, or take the weights of `checkpoint.load`."""
         saved = checkpoint.newest_intact(self.run_dir / "checkpoints", self.world)
         if saved is not None:
-            checkpoint.check_data(saved, self.source.fingerprint)
+            checkpoint.check_data(saved, self.source.fingerprint, self.about["data_counts"])
             checkpoint.check_config(saved, dataclasses.asdict(self.config), to_saved(self.config))
             self.progress = checkpoint.load(saved, self.model, self.optimizer, self.world, verified=True)
             if self.follower is not None:

@@ -18,6 +18,7 @@ from train.config.environment import to_saved
 from train.config.schema import Config
 from train.data.following import Follower
 from train.data.loading.dealing import Cost, Dealer
+from train.data.requests import SPLITS
 from train.data.source import Source
 from train.evaluate.distill import build_distillation
 from train.optim.balance import Balance
@@ -113,6 +114,7 @@ class Parts:
             "plan": self.job.plan,
             "world_size": world.size,
             "data_fingerprint": self.source.fingerprint,
+            "data_counts": {split: self.source.num_requests(split) for split in SPLITS} | self.source.label_rates(),
             "versions": versions.collect(),
         }
 

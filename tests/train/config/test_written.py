@@ -60,7 +60,7 @@ def test_ids_that_are_what_they_look_like_are_taken(tmp_path: Path, value: str, 
         ("a: 1\n---\nb: 2\n", "cannot be read as YAML: expected a single document"),
     ],
 )  # fmt: skip
-@pytest.mark.reliability("a YAML file of aliases or levels without end", "refused by name before it is expanded")
+@pytest.mark.reliability("a YAML file with endless aliases or levels", "refused by name before it is expanded")
 def test_a_file_that_grows_or_is_no_yaml_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.yaml").write_text(text)

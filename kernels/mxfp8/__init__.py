@@ -172,7 +172,12 @@ def silu_mlp(
     out_dtype, group = dispatch.autocast_dtype(x), QUANTIZED[recipe]
     if factor is not None and factor.dtype is not out_dtype:
         return silu_mlp(x, inner, bias, outer, outer_bias, recipe=recipe, backend=backend) * factor
-    facts = {"widths": (x.shape[-1], hidden, width), "bias": bias.dtype, "group": group, "out_dtype": out_dtype}
+    facts = {
+        "widths": tuple(map(int, (x.shape[-1], hidden, width))),
+        "bias": bias.dtype,
+        "group": group,
+        "out_dtype": out_dtype,
+    }
     chosen = dispatch.choose_in_eager("mxfp8_silu_mlp", backend, x, **facts)
     rows, factor = x.reshape(-1, x.shape[-1]), None if factor is None else factor.reshape(-1, width)
     return chosen(rows, inner, bias, outer, outer_bias, factor, out_dtype, group).view(out_shape)

@@ -5,7 +5,7 @@ The equations are in the README of this folder.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import reduce
 from typing import Literal, cast, overload
 
@@ -96,13 +96,21 @@ def biased_linear(x: Tensor, weight: Tensor, bias: Tensor, *, backend: str | Non
     return cast(Tensor, dispatch.choose_in_eager("biased_linear", backend, x, bias=bias.dtype)(x, weight, bias))
 
 
+def _alike(parts: Sequence[Tensor], kind: Callable[[Tensor], object]) -> bool:
+    """Whether there are any, all of one kind. Compared, not put into a set: sizes of a trace have no hash."""
+    return len(parts) > 0 and all(kind(part) == kind(parts[0]) for part in parts)
+
+
 def concat_finite(parts: Sequence[Tensor], *, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """(the rows of parts [N_i, D] one after the other, [sum N_i, D], 1 or 0 [] float32: whether all are finite).
 
     Without gradients. ValueError for no part, and for parts of several widths or dtypes.
     """
-    kinds = {(part.dim(), part.shape[-1], part.dtype) for part in parts}
-    if len(kinds) != 1 or parts[0].dim() != 2 or not parts[0].is_floating_point():
+    if (
+        not _alike(parts, lambda part: (part.dim(), part.shape[-1], part.dtype))
+        or parts[0].dim() != 2
+        or not parts[0].is_floating_point()
+    ):
         shapes = [f"{part.dtype} {tuple(part.shape)}" for part in parts]
         raise ValueError(f"parts must be matrices of one width and one floating dtype, at least one; got {shapes}")
     chosen = dispatch.choose_in_eager("concat_finite", backend, parts[0])
@@ -115,8 +123,7 @@ def concat_tokens(parts: Sequence[Tensor], added: Tensor | None = None, *, backe
     In the widest of their dtypes, as torch.cat and a sum. PyTorch moves parts of larger tensors element by element, and
     adds in a pass of its own. ValueError for other shapes.
     """
-    kinds = {(part.dim(), part.shape[0], part.shape[-1]) for part in parts}
-    if len(kinds) != 1 or parts[0].dim() != 3:
+    if not _alike(parts, lambda part: (part.dim(), part.shape[0], part.shape[-1])) or parts[0].dim() != 3:
         shapes = [tuple(part.shape) for part in parts]
         raise ValueError(f"parts must be at least one, [N, n, D] of one N and D; got {shapes}")
     dtype = reduce(torch.promote_types, [part.dtype for part in parts])
@@ -163,8 +170,7 @@ def place_rows(
     back the same way, over `gradient_divisor`. ValueError for parts of several shapes of rows or dtypes, and for other
     places.
     """
-    kinds = {(part.shape[1:], part.dtype) for part in parts}
-    if len(kinds) != 1:
+    if not _alike(parts, lambda part: (part.shape[1:], part.dtype)):
         shapes = [f"{part.dtype} {tuple(part.shape)}" for part in parts]
         raise ValueError(f"parts must be at least one, with rows of one shape and dtype; got {shapes}")
     total = sum(part.shape[0] for part in parts)  # whose number a trace may not know
@@ -247,7 +253,7 @@ def silu_mlp(
             f"{None if outer_bias is None else tuple(outer_bias.shape)}"
         )
     x, inner, outer = dispatch.autocast_operands(x=x, inner=inner, outer=outer)
-    facts = {"widths": (x.shape[-1], *outer.shape), "bias": bias.dtype}
+    facts = {"widths": tuple(map(int, (x.shape[-1], *outer.shape))), "bias": bias.dtype}
     many = not torch.compiler.is_compiling() and x.numel() >= MANY * x.shape[-1]
     chosen = dispatch.choose_in_eager("silu_mlp", backend, x, many=many, **facts)
     return cast(Tensor, chosen(x, inner, bias, outer, outer_bias))

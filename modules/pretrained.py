@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from modules.batch import FeatureSpec
 from modules.config import ModelConfig, check_options, check_types, from_saved
-from modules.layers.embedding.tokens import FeatureEmbedding, LocalEmbedding
+from modules.layers.embedding.local import LocalEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.models import CONFIGS, CustomConfig, build
 from modules.models.ranking import RankingModel
 

@@ -10,9 +10,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from modules.batch import UNKNOWN_ID
 from modules.config import ManagedTable
+from modules.layers.embedding.local import LocalEmbedding
 from modules.layers.embedding.managed import RowsOfIds, managed_collection
 from modules.layers.embedding.managed_local import NO_ID, OF_TRAINING, LocalRowsOfIds
-from modules.layers.embedding.tokens import FeatureEmbedding, LocalEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from tests.modules.factories import random_batch, random_spec
 from tests.serving.test_pretrained import tensors
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from modules.config import ModelConfig
 from modules.layers.attention.gdpa import GDPAConfig
-from modules.layers.embedding.tokens import FeatureEmbedding, LocalEmbedding
+from modules.layers.embedding.local import LocalEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.models import CONFIGS, MODELS, CustomConfig
 from modules.models.kunlun import Kunlun
 from modules.models.ranking import RankingModel

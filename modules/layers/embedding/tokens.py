@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from kernels.jagged import segment_mean
 from modules.batch import FeatureSpec, RequestBatch, SparseFeature, Vendors
 from modules.config import ManagedTable, ModelConfig
-from modules.layers.embedding.managed_local import LocalRowsOfIds
 
 if TYPE_CHECKING:
     from torchrec.modules.embedding_modules import EmbeddingCollection
@@ -47,7 +46,7 @@ class Tokens:
     vendor: Tensor | None = None  # [V, n_vendor, d], where the data has features of vendors
 
 
-class _Embedding(nn.Module):
+class TokenEmbedding(nn.Module):
     """A collection of tables for each width, by the names that checkpoints have, and one of managed tables for each."""
 
     @classmethod
@@ -75,7 +74,7 @@ class _Embedding(nn.Module):
         return [*([] if self.collection is None else [self.collection]), *self.further.values()]
 
 
-class FeatureEmbedding(_Embedding):
+class FeatureEmbedding(TokenEmbedding):
     """Looks up every id of a batch and assembles tokens.
 
     One collection serves request, candidate and history features together, so a table can be shared by all of them.
@@ -110,7 +109,7 @@ class FeatureEmbedding(_Embedding):
         for name, table in spec.lookups():
             features.setdefault(table, []).append(name)
         managed = managed_tables or {}
-        _check_tables(spec, managed, "managed_tables", ".rows=100000")
+        check_tables(spec, managed, "managed_tables", ".rows=100000")
         configs = {
             width: [
                 EmbeddingConfig(
@@ -118,12 +117,12 @@ class FeatureEmbedding(_Embedding):
                     num_embeddings=managed[table].rows if table in managed else spec.tables[table],
                     embedding_dim=width,
                     feature_names=features[table],
-                    data_type=DataType.FP16 if _dtype(spec, table) is torch.float16 else DataType.FP32,
-                    init_fn=_initial(spec, table, table_std or 1 / math.sqrt(width)),
+                    data_type=DataType.FP16 if row_dtype(spec, table) is torch.float16 else DataType.FP32,
+                    init_fn=initial_rows(spec, table, table_std or 1 / math.sqrt(width)),
                 )
                 for table in tables
             ]
-            for width, tables in _tables_by_width(spec, dim, table_dims or {}).items()
+            for width, tables in tables_by_width(spec, dim, table_dims or {}).items()
         }
         plain = {width: [table for table in tables if table.name not in managed] for width, tables in configs.items()}
         collections = {
@@ -157,18 +156,18 @@ class FeatureEmbedding(_Embedding):
         return self.union(*parts) if len(parts) > 1 else parts[0]
 
 
-def _initial(spec: FeatureSpec, table: str, std: float) -> Callable[[Tensor], Tensor]:
+def initial_rows(spec: FeatureSpec, table: str, std: float) -> Callable[[Tensor], Tensor]:
     """How the rows of a table begin; those that files give are written over it."""
     return nn.init.zeros_ if table in spec.vector_tables else partial(nn.init.normal_, std=std)
 
 
-def _dtype(spec: FeatureSpec, table: str) -> torch.dtype:
+def row_dtype(spec: FeatureSpec, table: str) -> torch.dtype:
     return getattr(torch, spec.vector_tables[table].dtype) if table in spec.vector_tables else torch.float32
 
 
-def _tables_by_width(spec: FeatureSpec, dim: int, table_dims: Mapping[str, int]) -> dict[int, list[str]]:
+def tables_by_width(spec: FeatureSpec, dim: int, table_dims: Mapping[str, int]) -> dict[int, list[str]]:
     """Tables that are looked up by the width of their rows, `dim` first. ValueError for those that cannot be."""
-    _check_tables(spec, table_dims, "table_dims", "=16")
+    check_tables(spec, table_dims, "table_dims", "=16")
     widths: dict[int, list[str]] = {}
     for table in dict.fromkeys(table for _, table in spec.lookups()):
         if table != table_name(table):
@@ -192,7 +191,7 @@ def table_name(name: str) -> str:
 _PARTS = nn.ModuleDict()
 
 
-def _check_tables(spec: FeatureSpec, named: Mapping[str, object], key: str, value: str) -> None:
+def check_tables(spec: FeatureSpec, named: Mapping[str, object], key: str, value: str) -> None:
     """ValueError for a table that the data does not have, or whose rows it gives."""
     if given := sorted(named.keys() & spec.vector_tables.keys()):
         raise ValueError(
@@ -207,159 +206,14 @@ def _check_tables(spec: FeatureSpec, named: Mapping[str, object], key: str, valu
         )
 
 
-class LocalEmbedding(_Embedding):
-    """`FeatureEmbedding` of one process in plain PyTorch: the same parameters by name, and no TorchRec.
-
-    On `device="meta"` tables take no memory, for weights that are loaded with `assign=True`.
-    """
-
-    def __init__(
-        self,
-        spec: FeatureSpec,
-        dim: int,
-        device: torch.device | str = "cpu",
-        table_dims: Mapping[str, int] | None = None,
-        *,
-        managed_tables: Mapping[str, ManagedTable] | None = None,
-        table_std: float | None = None,
-        dropout: float = 0.0,
-    ) -> None:
-        """The arguments are those of `FeatureEmbedding`."""
-        super().__init__()
-        self.spec = spec
-        managed = managed_tables or {}
-        _check_tables(spec, managed, "managed_tables", ".rows=100000")
-        widths = _tables_by_width(spec, dim, table_dims or {})
-        plain = {width: [table for table in tables if table not in managed] for width, tables in widths.items()}
-        collections = {
-            width: _LocalTables(spec, {table: spec.tables[table] for table in tables}, width, device, table_std)
-            for width, tables in plain.items()
-            if tables
-        }
-        of_managed = {}
-        for width, tables in widths.items():
-            if rows := {table: managed[table].rows for table in tables if table in managed}:
-                of_managed[width] = _LocalManagedTables(spec, rows, width, device, table_std)
-        self._keep(collections, of_managed)
-        self.assemble = TokenAssembly(spec, dim, table_dims, dropout)
-
-    def forward(self, batch: RequestBatch) -> Tokens:
-        if self.spec.num_vendor_tokens:
-            _vendors(batch)
-        return self.assemble(self._look_up(self.spec.lookups(), batch.sparse), batch)
-
-    def candidates(self, batch: RequestBatch) -> Tensor:
-        """`Tokens.candidate` alone."""
-        lookups = [(feature.name, feature.table) for feature in self.spec.candidate]
-        return self.assemble.candidates(self._look_up(lookups, [batch.candidate_sparse]), batch)
-
-    def _look_up(self, lookups: Iterable[tuple[str, str]], parts: Sequence[KeyedJaggedTensor]) -> dict[str, _LookedUp]:
-        asked: dict[_Tables, list[tuple[str, str, Tensor]]] = {tables: [] for tables in self._all}
-        tables_of = {table: tables for tables in asked for table in tables.tables}
-        ids = [feature for part in parts for feature in part.values().split(part.length_per_key())]
-        for (name, table), of_feature in zip(lookups, ids, strict=True):
-            asked[tables_of[table]].append((name, table, of_feature))
-        found: dict[str, _LookedUp] = {}
-        for tables, lookups_of in asked.items():
-            if lookups_of:
-                names, of_tables, of_features = zip(*lookups_of, strict=True)
-                found |= {
-                    name: _LookedUp(rows.float())
-                    for name, rows in zip(names, tables(of_tables, of_features), strict=True)
-                }
-        return found
-
-    @property
-    def _all(self) -> list[_Tables]:
-        return [*self._plain(), *cast("Iterable[_Tables]", self.managed.values())]
-
-    def join(self, device: torch.device | str) -> None:
-        """Move the tables to `device`, side by side: without gradients, all features are then looked up by one launch
-        instead of one each. Parameters keep their names and become views. Ids are not checked against their table."""
-        for tables in self._all:
-            tables.join(device)
-
-
-def _vendors(batch: RequestBatch) -> Vendors:
+def vendors_of(batch: RequestBatch) -> Vendors:
     if batch.vendors is None:
         raise ValueError("the model was built for data with vendors; the batch has none")
     return batch.vendors
 
 
-class _LocalTables(nn.Module):
-    def __init__(
-        self, spec: FeatureSpec, rows: Mapping[str, int], width: int, device: torch.device | str, std: float | None
-    ) -> None:
-        super().__init__()
-        tables = {}
-        for table, count in rows.items():
-            weight = torch.empty(count, width, dtype=_dtype(spec, table), device=device)
-            _initial(spec, table, std or 1 / math.sqrt(width))(weight)
-            tables[table] = nn.Embedding(count, width, _weight=weight)
-        self.embeddings = nn.ModuleDict(tables)
-        self._joined: Tensor | None = None
-
-    @property
-    def tables(self) -> list[str]:
-        return list(self.embeddings)
-
-    @torch.no_grad()
-    def join(self, device: torch.device | str) -> None:
-        """Of tables of one dtype."""
-        weights = self._weights()
-        self._joined, self._first = None, {}
-        if len({weight.dtype for weight in weights}) == 1:
-            counts = [len(weight) for weight in weights]
-            self._joined = weights[0].new_empty(sum(counts), weights[0].shape[1], device=device)
-            for table, rows in zip(self.tables, self._joined.split(counts), strict=True):
-                self._first[table] = rows.storage_offset() // max(1, rows.shape[1])
-                parameter = cast("nn.Embedding", self.embeddings[table]).weight
-                parameter.data = rows.copy_(parameter)
-            self._places = [weight.data_ptr() for weight in self._weights()]
-
-    def _weights(self) -> list[Tensor]:
-        return [cast("nn.Embedding", each).weight for each in self.embeddings.values()]
-
-    def forward(self, tables: Sequence[str], ids: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Rows of the ids of each table."""
-        joined = self._joined
-        if joined is None or torch.is_grad_enabled() or self._places != [each.data_ptr() for each in self._weights()]:
-            return [self.embeddings[table](of_table) for table, of_table in zip(tables, ids, strict=True)]
-        counts = [len(of_table) for of_table in ids]
-        begins = torch.tensor([[self._first[table] for table in tables], counts], device=joined.device)
-        begins = torch.repeat_interleave(*begins, output_size=sum(counts))
-        return nn.functional.embedding(torch.cat([*ids]) + begins, joined).split(counts)
-
-
-class _LocalManagedTables(nn.Module):
-    """Its parts are called as TorchRec's."""
-
-    def __init__(
-        self, spec: FeatureSpec, rows: Mapping[str, int], width: int, device: torch.device | str, std: float | None
-    ) -> None:
-        super().__init__()
-        self._embedding_module = _LocalTables(spec, rows, width, device, std)
-        rows_of_ids = {table: LocalRowsOfIds(count, spec.tables[table], device) for table, count in rows.items()}
-        self._managed_collision_collection = nn.ModuleDict({"_managed_collision_modules": nn.ModuleDict(rows_of_ids)})
-
-    @property
-    def tables(self) -> list[str]:
-        return self._embedding_module.tables
-
-    def join(self, device: torch.device | str) -> None:
-        self._embedding_module.join(device)
-
-    def forward(self, tables: Sequence[str], ids: Sequence[Tensor]) -> Sequence[Tensor]:
-        rows_of_ids = cast(nn.ModuleDict, self._managed_collision_collection["_managed_collision_modules"])
-        rows = [rows_of_ids[table](of_table) for table, of_table in zip(tables, ids, strict=True)]
-        return cast("Sequence[Tensor]", self._embedding_module(tables, rows))
-
-
-_Tables = _LocalTables | _LocalManagedTables
-
-
 @dataclass
-class _LookedUp:
+class LookedUp:
     """What token assembly reads of a JaggedTensor."""
 
     rows: Tensor
@@ -412,7 +266,7 @@ class TokenAssembly(nn.Module):
         featureless = not (spec.request or spec.request_columns)
         self.any_request = nn.Parameter(torch.randn(dim) / math.sqrt(dim)) if featureless else None
 
-    def forward(self, embedded: Mapping[str, JaggedTensor | _LookedUp], batch: RequestBatch) -> Tokens:
+    def forward(self, embedded: Mapping[str, JaggedTensor | LookedUp], batch: RequestBatch) -> Tokens:
         request = self._side(embedded, batch.request_sparse.lengths(), self.spec.request, batch.num_requests)
         request += _vector_tokens(self.request_vectors, batch.request_dense)
         if self.request_dense is not None:
@@ -421,10 +275,10 @@ class TokenAssembly(nn.Module):
             request.append(self.any_request.expand(batch.num_requests, -1))
         tokens = Tokens(_stacked(request), self.candidates(embedded, batch), self._histories(embedded, batch))
         if self.spec.num_vendor_tokens:
-            tokens.vendor = self._vendor(embedded, _vendors(batch))
+            tokens.vendor = self._vendor(embedded, vendors_of(batch))
         return tokens
 
-    def candidates(self, embedded: Mapping[str, JaggedTensor | _LookedUp], batch: RequestBatch) -> Tensor:
+    def candidates(self, embedded: Mapping[str, JaggedTensor | LookedUp], batch: RequestBatch) -> Tensor:
         """[C, n_candidate, d]"""
         tokens = self._side(embedded, batch.candidate_sparse.lengths(), self.spec.candidate, batch.num_candidates)
         tokens += _vector_tokens(self.candidate_vectors, batch.candidate_dense)
@@ -432,7 +286,7 @@ class TokenAssembly(nn.Module):
             tokens.append(self.candidate_dense(batch.candidate_dense[:, : len(self.spec.candidate_dense)]))
         return _stacked(tokens)
 
-    def _vendor(self, embedded: Mapping[str, JaggedTensor | _LookedUp], vendors: Vendors) -> Tensor:
+    def _vendor(self, embedded: Mapping[str, JaggedTensor | LookedUp], vendors: Vendors) -> Tensor:
         tokens = self._side(embedded, vendors.sparse.lengths(), self.spec.vendor, vendors.num_vendors)
         tokens += _vector_tokens(self.vendor_vectors, vendors.dense)
         if self.vendor_dense is not None:
@@ -441,7 +295,7 @@ class TokenAssembly(nn.Module):
 
     def _side(
         self,
-        embedded: Mapping[str, JaggedTensor | _LookedUp],
+        embedded: Mapping[str, JaggedTensor | LookedUp],
         lengths: Tensor,
         features: Sequence[SparseFeature],
         num_rows: int,
@@ -461,7 +315,7 @@ class TokenAssembly(nn.Module):
         return self.dropout(rows) if self.dropout.p else rows
 
     def _histories(
-        self, embedded: Mapping[str, JaggedTensor | _LookedUp], batch: RequestBatch
+        self, embedded: Mapping[str, JaggedTensor | LookedUp], batch: RequestBatch
     ) -> dict[str, JaggedSequence]:
         if not self.spec.histories:
             return {}

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from modules.layers.embedding.tokens import FeatureEmbedding, LocalEmbedding
+from modules.layers.embedding.local import LocalEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from tests.data.sources import events_config, whole
 from train.config.schema import EventsConfig, HistoryConfig, JoinConfig
 from train.data import build_source

@@ -16,7 +16,7 @@ import torch
 
 from modules.batch import RequestBatch
 from modules.costs.flops import count_flops
-from modules.layers.embedding.tokens import LocalEmbedding
+from modules.layers.embedding.local import LocalEmbedding
 from modules.models import build
 from modules.models.baselines import DCNv2
 from tests.data.sources import events_config, source_of, whole

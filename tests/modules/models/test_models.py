@@ -29,7 +29,8 @@ from modules.broadcast import CandidateRows
 from modules.config import ModelConfig
 from modules.costs.flops import FlopCounter, count_flops
 from modules.layers.attention.target_attention import TargetAttention
-from modules.layers.embedding.tokens import FeatureEmbedding, LocalEmbedding
+from modules.layers.embedding.local import LocalEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.layers.feed_forward.block import FeedForwardBlock
 from modules.layers.interaction.jagged_feature_interaction import JaggedFeatureInteraction
 from modules.layers.interaction.wukong import WukongConfig

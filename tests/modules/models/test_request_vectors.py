@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from modules.batch import RequestBatch
 from modules.config import ModelConfig
-from modules.layers.embedding.tokens import LocalEmbedding
+from modules.layers.embedding.local import LocalEmbedding
 from modules.models import MODELS, build
 from modules.models.baselines import DIN, DLRM, DCNv2
 from modules.models.gem import GEM

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from modules.batch import RequestBatch, Vendors, with_candidates
 from modules.broadcast import CandidateRows, VendorTokens
-from modules.layers.embedding.tokens import FeatureEmbedding, LocalEmbedding
+from modules.layers.embedding.local import LocalEmbedding
+from modules.layers.embedding.tokens import FeatureEmbedding
 from modules.layers.interaction.lce import LCE
 from modules.models import build
 from modules.models.baselines import DLRM

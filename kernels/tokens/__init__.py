@@ -254,7 +254,7 @@ def silu_mlp(
         )
     x, inner, outer = dispatch.autocast_operands(x=x, inner=inner, outer=outer)
     facts = {"widths": tuple(map(int, (x.shape[-1], *outer.shape))), "bias": bias.dtype}
-    many = not torch.compiler.is_compiling() and x.numel() >= MANY * x.shape[-1]
+    many = not torch.compiler.is_compiling() and bool(x.numel() >= MANY * x.shape[-1])
     chosen = dispatch.choose_in_eager("silu_mlp", backend, x, many=many, **facts)
     return cast(Tensor, chosen(x, inner, bias, outer, outer_bias))
 

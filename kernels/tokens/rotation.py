@@ -37,7 +37,7 @@ def project_qkv(
         )
     x, weight = dispatch.autocast_operands(x=x, weight=weight)
     _check_angles((x.shape[0], heads, width), cos, sin, positions, "q [N, heads, d]")
-    many = not torch.compiler.is_compiling() and x.shape[0] >= MANY
+    many = not torch.compiler.is_compiling() and bool(x.shape[0] >= MANY)
     facts = {"width": width, "depth": x.shape[1], "many": many, **_facts_of_angles(cos, sin)}
     chosen = dispatch.choose_in_eager("project_qkv", backend, x, **facts)
     return cast("tuple[Tensor, ...]", chosen(x, weight, cos, sin, positions, heads, twice))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.launching import TINY_DLRM, train_here
-from tests.train.config.test_config import composed
 from train.config.compose import to_config
+from train.config.files import composed
 from train.config.schema import Config
 from train.process import length
 from train.record.advice import advice, ending
@@ -18,7 +18,7 @@ from train.record.advice import advice, ending
 
 def settled(*overrides: str) -> Config:
     """With its length, as a run has it by its end."""
-    config = to_config(composed(*overrides))
+    config = to_config(composed([*overrides]))
     length.settle(config, requests=10_000, validated=True)
     return config
 

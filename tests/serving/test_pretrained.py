@@ -164,9 +164,10 @@ def test_tables_side_by_side_give_the_same_tokens_until_they_are_moved(saved: Pa
         return next(value for name, value in model.named_parameters() if f".{table}." in name)
 
     def check(calls: int) -> None:
-        with torch.no_grad(), mock.patch.object(torch, "embedding", wraps=torch.embedding) as looked_up:
-            assert torch.equal(joined(batch), plain(batch))
-        assert looked_up.call_count - len(list(SPEC.lookups())) == calls
+        for each in (batch, batch, random_batch(SPEC, (1, 2))):
+            with torch.no_grad(), mock.patch.object(torch, "embedding", wraps=torch.embedding) as looked_up:
+                assert torch.equal(joined(each), plain(each))
+            assert looked_up.call_count - len(list(SPEC.lookups())) == calls
 
     check(2)  # one for each width
     for model in (plain, joined):  # as a following scorer does it

@@ -113,6 +113,7 @@ class _LocalTables(nn.Module):
             tables[table] = nn.Embedding(count, width, _weight=weight)
         self.embeddings = nn.ModuleDict(tables)
         self._joined: Tensor | None = None
+        self._begins: tuple[object, Tensor] | None = None  # of the last lookup, for others like it and CUDA graphs
 
     @property
     def tables(self) -> list[str]:
@@ -122,7 +123,7 @@ class _LocalTables(nn.Module):
     def join(self, device: torch.device | str) -> None:
         """Of tables of one dtype."""
         weights = self._weights()
-        self._joined, self._first = None, {}
+        self._joined, self._begins, self._first = None, None, {}
         if len({weight.dtype for weight in weights}) == 1:
             counts = [len(weight) for weight in weights]
             self._joined = weights[0].new_empty(sum(counts), weights[0].shape[1], device=device)
@@ -141,9 +142,11 @@ class _LocalTables(nn.Module):
         if joined is None or torch.is_grad_enabled() or self._places != [each.data_ptr() for each in self._weights()]:
             return [self.embeddings[table](of_table) for table, of_table in zip(tables, ids, strict=True)]
         counts = [len(of_table) for of_table in ids]
-        begins = torch.tensor([[self._first[table] for table in tables], counts], device=joined.device)
-        begins = torch.repeat_interleave(*begins, output_size=sum(counts))
-        return nn.functional.embedding(torch.cat([*ids]) + begins, joined).split(counts)
+        kind, last = ([*tables], counts), self._begins
+        if last is None or last[0] != kind:
+            begins = torch.tensor([[self._first[table] for table in tables], counts], device=joined.device)
+            last = self._begins = kind, torch.repeat_interleave(*begins, output_size=sum(counts))
+        return nn.functional.embedding(torch.cat([*ids]) + last[1], joined).split(counts)
 
 
 class _LocalManagedTables(nn.Module):

@@ -18,7 +18,8 @@ from tests.launching import TINY, train_here, train_ranks
 from tests.modules.factories import random_spec
 from train.optim.frozen import freeze
 
-FIRST = (*TINY, "model=interformer_moe", "model.moe.bias_update_rate=0.05", "runtime.steps=2")
+# After an even number of steps the routers' biases could be back where they were.
+FIRST = (*TINY, "model=interformer_moe", "model.moe.bias_update_rate=0.05", "runtime.steps=3")
 FROZEN = ("*.embeddings.item", "*.embeddings.user.weight", "arch.layers.0", "embedding.assemble.request_dense.bias")
 FREEZE = f"optimizer.frozen={list(FROZEN)}"
 
